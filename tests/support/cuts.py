@@ -16,31 +16,18 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Placement
 
-from support.layered import layered_problem
+from support.layered import LAYERED, layered_problem
 
 BLOCK = {
-    "name": "block",
-    "forward": 2,
-    "backward_input": 2,
-    "backward_weight": 1,
+    **{"name": "block", "forward": 2, "backward_input": 2, "backward_weight": 1},
     "memory": {"forward": 4, "backward_input": -2, "backward_weight": -2, "static": 1},
-    "output_bytes": 100,
-    "repeat": 8,
+    **{"output_bytes": 100, "repeat": 8},
 }
-EMBEDDING = {
-    "name": "embedding",
-    "forward": 1,
-    "backward_input": 0,
-    "backward_weight": 1,
-    "output_bytes": 100,
-}
+EMBEDDING = LAYERED["layers"][0]
 HEAD = {"name": "head", "forward": 5, "backward_input": 5, "backward_weight": 5}
-RECOMPUTE = {
-    "backward_input": 4,
-    "memory": {"forward": 1, "backward_input": 1, "backward_weight": -2, "workspace": 2},
-}
-
-
+AGAIN = {"forward": 1, "backward_input": 1, "backward_weight": -2, "workspace": 2}
+RECOMPUTE = {"backward_input": 4, "memory": AGAIN}
+KEPT = {"forward": 0.5, "backward_weight": -0.5}
 SLOW = {"slow": {"forward": 6, "backward_input": 5, "memory": {"forward": 3, "backward_weight": -3}}}
 LINKS = [{"latency": 1, "bandwidth": 100}, {"latency": 2, "bandwidth": 50}, {"latency": 5, "bandwidth": 25}]
 MIXED: dict[str, Any] = {
@@ -75,33 +62,22 @@ def layered_problems(
 
     With ``mixed``, ranks have different devices and links.
     """
+
+    def one(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
     p = draw(st.integers(2 if mixed else 1, 3))
     layers = []
     for number in range(draw(st.integers(1, most_layers))):
-        held = draw(st.sampled_from((0, 1, 2, 4)))
+        held = one(0, 1, 2, 4)
+        memory = {"forward": held, "backward_input": 0, "backward_weight": -held}
         layer: dict[str, Any] = {
-            "name": f"layer{number}",
-            "forward": draw(st.sampled_from((0, 1, 2, 9))),
-            "backward_input": draw(st.sampled_from((0, 1, 3))),
-            "backward_weight": draw(st.sampled_from((0, 1, 2))),
-            "backward": draw(st.sampled_from((None, None, 1, 4))),
-            "memory": {
-                "forward": held,
-                "backward_input": 0,
-                "backward_weight": -held,
-                "static": draw(st.sampled_from((0, 0, 2))),
-                "workspace": draw(st.sampled_from((0, 0, 1))),
-            },
+            **{"name": f"layer{number}", "forward": one(0, 1, 2, 9), "backward_input": one(0, 1, 3)},
+            **{"backward_weight": one(0, 1, 2), "backward": one(None, None, 1, 4)},
+            "memory": {**memory, "static": one(0, 0, 2), "workspace": one(0, 0, 1)},
         }
         if draw(st.booleans()):
-            layer["recompute"] = {
-                "backward_input": draw(st.sampled_from((2, 4))),
-                "memory": {
-                    "forward": 0.5,
-                    "backward_weight": -0.5,
-                    "workspace": draw(st.sampled_from((0, 2))),
-                },
-            }
+            layer["recompute"] = {"backward_input": one(2, 4), "memory": {**KEPT, "workspace": one(0, 2)}}
         layers.append(layer)
     rules: dict[str, Any] = {"allow_empty": draw(st.booleans())}
     if draw(st.integers(0, 3)) == 0:
@@ -114,17 +90,17 @@ def layered_problems(
     body = {
         "pp_degree": p,
         "microbatches": draw(st.integers(1, 3)),
-        "placement": draw(st.sampled_from(placements)),
+        "placement": one(*placements),
         "layers": layers,
         "cut": rules,
-        "memory": {"limit": draw(st.sampled_from((None, 5, 8, 12, 30)))},
+        "memory": {"limit": one(None, 5, 8, 12, 30)},
         **changes,
     }
     if mixed:
-        body["devices"] = ["fast", "slow", draw(st.sampled_from(("fast", "slow")))][:p]
+        body["devices"] = ["fast", "slow", one("fast", "slow")][:p]
         body["costs"] = {"link": [{"latency": draw(st.integers(0, 2)), "bandwidth": 50} for _ in range(p)]}
         for each in layers:
-            each["output_bytes"] = draw(st.sampled_from((0, 100)))
+            each["output_bytes"] = one(0, 100)
             if draw(st.integers(0, 3)):
                 each["on"] = {"slow": _slower(draw, each)}
     try:
@@ -144,8 +120,7 @@ def _slower(draw: st.DrawFn, layer: dict[str, Any]) -> Any:
         held = draw(st.sampled_from((0, 3)))
         found["memory"] = {"forward": held, "backward_weight": -held, "static": 1, "workspace": 1}
     if "recompute" in layer:
-        memory = {"forward": 0.5, "backward_weight": -0.5}
-        found["recompute"] = {"backward_input": draw(st.sampled_from((4, 8))), "memory": memory}
+        found["recompute"] = {"backward_input": draw(st.sampled_from((4, 8))), "memory": KEPT}
     return found
 
 
@@ -161,17 +136,13 @@ def every_cut(problem: LayeredProblem, placement: Placement) -> Iterator[Problem
             continue
         if rules.first not in (None, bounds[1]) or rules.last not in (None, n - bounds[-2]):
             continue
-        if any(
-            places[group[0]] < bound <= places[group[-1]]
-            for group in rules.together
-            for bound in bounds[1:-1]
-        ):
+        if any(places[group[0]] < bound <= places[group[-1]] for group in rules.together for bound in inner):
             continue
         for choice in recompute:
             found = problem.cut_into(placement, Cut.at(bounds, choice))
-            limit = found.memory.limit
-            if limit is None or all(
-                need <= most + 1e-6 for need, most in zip(found.smallest_limit, limit, strict=True)
+            needed = found.smallest_limit
+            if all(
+                need <= most + 1e-6 for need, most in zip(needed, found.memory.limit or needed, strict=True)
             ):
                 yield found
 

@@ -64,10 +64,17 @@ def parts(model: Transformer, **degrees: Any) -> dict[str, Part]:
     }
 
 
+FLAGS = ("gated", "tied_embeddings", "causal", "dropout", "bias", "post_norms", "qk_norm", "fused_activation")
+
+
+def one_of(draw: st.DrawFn, *values: Any) -> Any:
+    return draw(st.sampled_from(values))
+
+
 @st.composite
 def estimate_configs(draw: st.DrawFn, /, **fixed: Any) -> EstimateConfig:
     """Valid configurations of every kind, small enough to be read; ``fixed`` are parallel keys."""
-    degree = fixed.get("tensor_parallel", draw(st.sampled_from((1, 2, 4))))
+    degree = fixed.get("tensor_parallel", one_of(draw, 1, 2, 4))
     kv_heads = degree * draw(st.integers(1, 2))
     width = 8 * draw(st.integers(1, 4))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -77,33 +84,26 @@ def estimate_configs(draw: st.DrawFn, /, **fixed: Any) -> EstimateConfig:
         layers=draw(st.integers(1, 4)),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from((None, 16))),
+        head_dim=one_of(draw, None, 16),
         ffn=degree * draw(st.integers(1, 100)),
-        gated=draw(st.booleans()),
         vocabulary=degree * draw(st.integers(1, 500)),
-        tied_embeddings=draw(st.booleans()),
         sequence=degree * draw(st.integers(1, 64)),
         microbatch_size=draw(st.integers(1, 3)),
-        dtype=draw(st.sampled_from(("bfloat16", "float32"))),
+        dtype=one_of(draw, "bfloat16", "float32"),
         attention="plain" if plain else "flash",
-        causal=draw(st.booleans()),
-        dropout=draw(st.booleans()),
-        norm=draw(st.sampled_from(("layernorm", "rmsnorm"))),
-        bias=draw(st.booleans()),
-        post_norms=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
-        positions=draw(st.sampled_from(("learned", "rotary", "none"))),
-        fused_activation=draw(st.booleans()),
+        norm=one_of(draw, "layernorm", "rmsnorm"),
+        positions=one_of(draw, "learned", "rotary", "none"),
+        **{name: draw(st.booleans()) for name in FLAGS},
     )
     parallel = {
         "tensor_parallel": degree,
         "sequence_parallel": draw(st.booleans()),
         "data_parallel": draw(st.integers(1, 8)),
         "zero_stage": draw(st.integers(0, 3)),
-        "optimizer": draw(st.sampled_from(("adam", "lion", "sgd"))),
-        "precision": draw(st.sampled_from((None, "mixed-fp32-gradients", "half"))),
-        "recompute": draw(st.sampled_from(("none", "full", "selective") if plain else ("none", "full"))),
-        "granularity": draw(st.sampled_from(("block", "half"))),
+        "optimizer": one_of(draw, "adam", "lion", "sgd"),
+        "precision": one_of(draw, None, "mixed-fp32-gradients", "half"),
+        "recompute": one_of(draw, "none", "full", *(["selective"] if plain else [])),
+        "granularity": one_of(draw, "block", "half"),
     }
     return estimate_config(model, **{**parallel, **fixed})
 
@@ -119,8 +119,7 @@ VARIANTS = [
 @st.composite
 def modern_configs(draw: st.DrawFn) -> EstimateConfig:
     """Valid configurations with experts, latent attention, predictions, windows and shared sequences."""
-    tensor, context = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2)))
-    data, inside = draw(st.sampled_from((2, 4))), draw(st.sampled_from((1, 2)))
+    tensor, context, data, inside = (one_of(draw, *each) for each in ((1, 2), (1, 2), (2, 4), (1, 2)))
     is_latent, is_sparse = draw(st.booleans()), draw(st.booleans())
     layers = draw(st.integers(2, 5))
     sizes: dict[str, Any] = {
@@ -142,19 +141,11 @@ def modern_configs(draw: st.DrawFn) -> EstimateConfig:
         sizes |= {"shared_expert_ffn": draw(st.sampled_from((None, 48)))}
         sizes |= {"expert_hidden": draw(st.sampled_from((None, 32)))}
         sizes |= {"dense_layers": draw(st.integers(0, layers - 1)), "expert_every": 1}
-    streams: tuple[Document, ...] = (
-        {},
-        {"residual_streams": 3},
-        {"residual_sums": 4},
-        {"layer_inputs": 8},
-        {"head_gate": True},
-    )
-    sizes |= draw(st.sampled_from(streams))
+    streams = ({"residual_streams": 3}, {"residual_sums": 4}, {"layer_inputs": 8}, {"head_gate": True})
+    sizes |= one_of(draw, {}, *streams)
     if not is_sparse and draw(st.booleans()):
         sizes |= {"window": 16, "chunked": False, "index_heads": 2, "index_dim": 8, "variants": VARIANTS}
-        sizes["pattern"] = "".join(
-            draw(st.sampled_from(("(ab)", "(c-)", "(*b)", "(I-)"))) for _ in range(layers)
-        )
+        sizes["pattern"] = "".join(one_of(draw, "(ab)", "(c-)", "(*b)", "(I-)") for _ in range(layers))
     parallel = {
         "tensor_parallel": tensor,
         "sequence_parallel": tensor > 1,

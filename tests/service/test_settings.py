@@ -23,16 +23,10 @@ def test_the_documentation_matches_the_declaration() -> None:
 
 
 VALUES = {
-    "host": "127.0.0.2",
-    "database": "sqlite:///other.db",
-    "allowed_hosts": "a.example,b.example",
-    "trusted_proxies": "10.0.0.1",
-    "executor": "processes:2",
-    "tls_cert": "c.pem",
-    "tls_key": "k.pem",
-    "tls_ca": "a.pem",
-    "heartbeat_seconds": "1",
-    "agent_heartbeat_seconds": "1",
+    **{"host": "127.0.0.2", "database": "sqlite:///other.db", "allowed_hosts": "a.example,b.example"},
+    **{"trusted_proxies": "10.0.0.1", "executor": "processes:2"},
+    **{"tls_cert": "c.pem", "tls_key": "k.pem", "tls_ca": "a.pem"},
+    **{"heartbeat_seconds": "1", "agent_heartbeat_seconds": "1"},
 }
 TOGETHER = {"tls_cert": ["tls_key"], "tls_key": ["tls_cert"], "tls_ca": ["tls_cert", "tls_key"]}
 

@@ -23,11 +23,8 @@ PLAN = ["--plan", "e" * 64]
 NEEDED = ["--model", "a.b:c", "--nodes", "2", "--steps", "5"]
 REFUSAL = {"status": 422, "title": "T", "detail": "D", "errors": [{"pointer": "/nodes", "detail": "wrong"}]}
 
-STEPS: list[dict[str, Any]] = [
-    {"step": 0, "seconds": 2.5, "loss": 4.5},
-    {"step": 1, "seconds": 1.0, "loss": 3.0},
-    {"step": 4, "seconds": 1.25, "loss": None},
-]
+TIMES = ((0, 2.5, 4.5), (1, 1.0, 3.0), (4, 1.25, None))
+STEPS = [{"step": step, "seconds": seconds, "loss": loss} for step, seconds, loss in TIMES]
 
 
 class Service:

@@ -113,10 +113,10 @@ async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp
     files = [tmp_path / name for name in ("large", "middle", "search")]
     searches = IsolatedProcesses()
     async with computing(memory=memory_of_all() + 750 * MEBIBYTE) as found:
-        large, middle = (
-            asyncio.create_task(found.run(partial(hold, str(file)), size * MEBIBYTE))
-            for file, size in zip(files, (350, 150), strict=False)
+        run = (
+            found.run(partial(hold, str(files[at])), size * MEBIBYTE) for at, size in enumerate((350, 150))
         )
+        large, middle = map(asyncio.create_task, run)
         await until(lambda: all(file.exists() for file in files[:2]), "both hold their memory")
         await several_looks()
         assert not large.done(), "both fit"
@@ -267,9 +267,8 @@ async def test_what_continues_after_the_answer_does_not_end_with_the_client(tmp_
 
 async def test_lists_are_written_one_at_a_time_and_in_turns() -> None:
     async with computing() as found:
-        names = await asyncio.gather(
-            *(found.write(lambda: threading.current_thread().name) for _ in range(8))
-        )
+        writing = (found.write(lambda: threading.current_thread().name) for _ in range(8))
+        names = await asyncio.gather(*writing)
         assert len(set(names)) == 1
         assert names[0] != threading.current_thread().name
 

@@ -121,9 +121,8 @@ async def test_a_rank_gets_its_actions_and_channels(service: Service) -> None:
     assert (answer["plan_id"], answer["rank"], answer["pp_degree"]) == (plan_id, 1, 2)
     assert (answer["placement"], answer["chunks"], answer["stages"]) == ("v", 2, [1, 2])
     assert (answer["microbatches"], answer["peers"]) == (4, [0])
-    for channel, (direction, kinds) in zip(
-        answer["channels"], (("receive", ("A0", "G2")), ("send", ("A2", "G0"))), strict=True
-    ):
+    expected = (("receive", ("A0", "G2")), ("send", ("A2", "G0")))
+    for channel, (direction, kinds) in zip(answer["channels"], expected, strict=True):
         transfers = [f"{kind}:{j}" for j in range(4) for kind in kinds]
         assert channel == {"peer": 0, "direction": direction, "transfers": transfers}
 
@@ -145,10 +144,8 @@ async def test_an_import_lists_which_claims_it_verified(service: Service) -> Non
     false = stated | {"metrics": stated["metrics"] | best}
     answer = (await service.http.post("/v1/plans", json=false)).json()
     stored = await service.get(f"/v1/plans/{answer['plan_id']}")
-    assert {claim["pointer"] for claim in answer["claims"] if not claim["is_verified"]} == {
-        "/metrics/lower_bound",
-        "/provenance",
-    }
+    unverified = {claim["pointer"] for claim in answer["claims"] if not claim["is_verified"]}
+    assert unverified == {"/metrics/lower_bound", "/provenance"}
     assert answer["lower_bound"] == stored["metrics"]["lower_bound"] < best["lower_bound"]
     assert stored["metrics"]["status"] == "feasible"
 

@@ -29,7 +29,8 @@ def engine_bounds(problem: Problem, copies: Copies) -> list[float]:
         room = np.inf if copies.host_limit is None else copies.host_limit[rank]
         kinds = [(m * saving, m * time / 2) for saving, time in zip(saved, copied, strict=True)]
         capacity, needed = memory_of_cells(problem, rank), float(m * held.sum())
-        bounds.append(max(_least_time(capacity, needed, kinds), needed / (capacity + room)))
+        least = needed / (capacity + room) if needed > 0 else 0.0  # without any memory, both are 0
+        bounds.append(max(_least_time(capacity, needed, kinds), least))
     return bounds
 
 

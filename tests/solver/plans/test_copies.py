@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.orders import copied_at_random, random_orders
 from support.problems import with_copies
@@ -108,7 +108,12 @@ def test_the_host_has_a_limit() -> None:
         verify_orders(problem.without_copies(), Orders.from_text(ranks))
 
 
+ZERO = dict.fromkeys(("forward", "backward_input", "backward_weight"), 0)
+NOTHING = parse_problem(PROBLEM | {"costs": ZERO | {"offload": 0}, "memory": ZERO | {"host_limit": 0}})
+
+
 @given(with_copies())
+@example(NOTHING)
 @settings(max_examples=15)
 def test_the_smallest_limit_is_exact(problem: Problem) -> None:
     """A plan exists at the smallest limit, and less is refused."""

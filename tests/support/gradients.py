@@ -1,14 +1,43 @@
-"""Gradients of a split backward, and comparisons of gradients, parameter by parameter."""
+"""Gradients of plain autograd and of a split backward, and comparisons, parameter by parameter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
+
+
+class Named(Protocol):
+    """A module, or a pipeline."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+
+def gradients(of: Named) -> dict[str, Tensor | None]:
+    """The gradient of every parameter by its name."""
+    return {name: parameter.grad for name, parameter in of.named_parameters()}
+
+
+def train_plainly(layers: Callable[..., Any], loss: Callable[..., Any], *batches: Any) -> Tensor:
+    """Add the gradients of whole batches by plain autograd; returns the last mean loss."""
+    for inputs, targets in batches:
+        found = loss(layers(inputs), targets)
+        mean: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
+        torch.autograd.backward(mean)
+    return mean.detach()
+
+
+def require_gradients(found: Named, reference: nn.Module, **tolerances: Any) -> None:
+    """Require the gradients of a whole model for the parameters that a rank has."""
+    expected = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in found.named_parameters():
+        if name in expected:  # a rank without trainable parameters has one without elements, too
+            torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name, **tolerances)
 
 
 def gradients_of(modules: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -102,24 +102,62 @@ class End(nn.Module):
         return Answer(self.scores(found.pop("hidden")) + shift, found["rest"][0])
 
 
-class NestedModel:
-    """Eight layers."""
+class EightLayers:
+    """A pipeline model of eight layers, whose parameters depend on a seed and their layer alone."""
 
-    def __init__(self, seed: int = 0, *, adds: bool = True):
+    deviation = 0.3
+
+    def __init__(self, seed: int = 0):
         self._seed = seed
-        self._adds = adds
+
+    def made(self, at: int) -> nn.Module:
+        """A layer with any parameters."""
+        raise NotImplementedError
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
-        """Layers 8k/S to 8(k+1)/S."""
-        first, last = (at * LAYERS // n_stages for at in (stage, stage + 1))
-        return self.build_layers(self.layer_names()[first:last], device)
+        """An equal number of layers per stage, as far as they divide."""
+        names = self.layer_names()
+        first, last = (at * len(names) // n_stages for at in (stage, stage + 1))
+        return self.build_layers(names[first:last], device)
 
     def layer_names(self) -> Sequence[str]:
-        return [f"layer.{at}" for at in range(LAYERS)]
+        return [f"layer{at}" for at in range(LAYERS)]
 
     def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        numbers = [int(name.removeprefix("layer.")) for name in names]
-        return nn.Sequential(OrderedDict((f"layer{at}", self._layer(at)) for at in numbers)).to(device)
+        return nn.Sequential(OrderedDict((name, self._layer(int(name[-1]))) for name in names)).to(device)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def _layer(self, at: int) -> nn.Module:
+        layer = self.made(at)
+        # A separate generator, because ranks that are threads share torch's global one.
+        generator = torch.Generator().manual_seed(self._seed * 101 + at)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(0.1, self.deviation, generator=generator)
+        return layer
+
+
+class NestedModel(EightLayers):
+    """Layers that pass on nested values, take keywords, and add losses."""
+
+    deviation = 0.4
+
+    def __init__(self, seed: int = 0, *, adds: bool = True):
+        super().__init__(seed)
+        self._adds = adds
+
+    def made(self, at: int) -> nn.Module:
+        if at == 0:
+            return Start()
+        if at == LAYERS - 2:
+            return Gather()
+        if at == LAYERS - 1:
+            return End()
+        layer = (MaskedMix if at % 2 else Mix)(weight=0.3 if at in (2, 5) else 0.0)
+        layer.adds = self._adds
+        return layer
 
     def microbatch(self, step: int, index: int) -> Microbatch:
         generator = torch.Generator().manual_seed(1000 * self._seed + 100 * step + index)
@@ -133,26 +171,6 @@ class NestedModel:
         words: Tensor = nn.functional.cross_entropy(output.scores.flatten(0, 1), target["words"].flatten())
         extra: Tensor = target["weight"] * output.extra.square().mean()
         return words + extra
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    def _layer(self, at: int) -> nn.Module:
-        layer: nn.Module
-        if at == 0:
-            layer = Start()
-        elif at == LAYERS - 2:
-            layer = Gather()
-        elif at == LAYERS - 1:
-            layer = End()
-        else:
-            layer = (MaskedMix if at % 2 else Mix)(weight=0.3 if at in (2, 5) else 0.0)
-            layer.adds = self._adds
-        generator = torch.Generator().manual_seed(self._seed * 101 + at)
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.normal_(0.1, 0.4, generator=generator)
-        return layer
 
 
 def run_alone(module: nn.Sequential, data: Microbatch) -> tuple[Any, Tensor]:

@@ -17,6 +17,14 @@ from zbv_solver.search.run import search
 
 from support.selfcheck import random_orders
 
+V_OF_TWO = Orders.from_text(
+    [
+        ["0F0", "0F1", "3F0", "3I0", "3F1", "3I1", "0I0", "0W0", "0I1", "0W1", "3W0", "3W1"],
+        ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2I1", "1I1", "2W0", "1W0", "2W1", "1W1"],
+    ]
+)
+"""The lists of two ranks of a V with two microbatches."""
+
 
 def unit_problem(p: int, microbatches: int, kind: str = "v") -> Problem:
     """A problem whose actions and transfers all take 1, with unlimited memory."""

@@ -10,8 +10,6 @@ transports. Plans whose names begin with "nested" run a model of nested values.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -30,36 +28,26 @@ from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
-from support.nested_model import NestedModel
+from support.gradients import gradients_of
+from support.nested_model import LAYERS, EightLayers, NestedModel
 from support.thread_transport import ThreadHub
 
 Gradients = dict[str, Tensor]
 
 _CPU = torch.device("cpu")
-_LAYERS, _WIDTH, _WORDS = 8, 12, 17
+_WIDTH, _WORDS = 12, 17
 TIMEOUT = 60.0
 
 
-class HardModel:
-    """A pipeline model of eight layers that together hold every case the split backward must get right."""
+class HardModel(EightLayers):
+    """Layers that together hold every case the split backward must get right."""
 
-    def __init__(self, seed: int = 0):
-        self._seed = seed
-
-    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
-        """An equal number of layers per stage, as far as they divide."""
-        names = self.layer_names()
-        first, last = (at * len(names) // n_stages for at in (stage, stage + 1))
-        return self.build_layers(names[first:last], device)
-
-    def layer_names(self) -> Sequence[str]:
-        """The eight layers."""
-        return [f"layer{at}" for at in range(_LAYERS)]
-
-    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        """Some of them."""
-        numbers = [int(name.removeprefix("layer")) for name in names]
-        return nn.Sequential(OrderedDict((f"layer{at}", self._layer(at)) for at in numbers)).to(device)
+    def made(self, at: int) -> nn.Module:
+        if at == 0:
+            return nn.Embedding(_WORDS, _WIDTH, padding_idx=3)
+        if at == LAYERS - 1:
+            return nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WORDS, bias=False))
+        return HardLayer(frozen=at == 4)
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Words (2, 5) and a target of the output's shape."""
@@ -68,27 +56,7 @@ class HardModel:
         return words, torch.randn(2, 5, _WORDS, generator=generator)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean squared error."""
         return nnf.mse_loss(output, target)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Plain SGD."""
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    def _layer(self, at: int) -> nn.Module:
-        layer: nn.Module
-        if at == 0:
-            layer = nn.Embedding(_WORDS, _WIDTH, padding_idx=3)
-        elif at == _LAYERS - 1:
-            layer = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WORDS, bias=False))
-        else:
-            layer = HardLayer(frozen=at == 4)
-        # A separate generator, because ranks that are threads share torch's global one.
-        generator = torch.Generator().manual_seed(self._seed * 101 + at)
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.normal_(0.1, 0.3, generator=generator)
-        return layer
 
 
 class HardLayer(nn.Module):
@@ -108,7 +76,6 @@ class HardLayer(nn.Module):
             self.convolution.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, t, width) to the same."""
         hidden = torch.tanh(self.twice(self.norm(x)))
         hidden = torch.tanh(self.twice(hidden)) + self.tied(hidden) * self.scale
         hidden = self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
@@ -117,7 +84,6 @@ class HardLayer(nn.Module):
 
 
 def hard_model(*, seed: int = 0) -> HardModel:
-    """The factory of :class:`HardModel`."""
     return HardModel(seed)
 
 
@@ -163,7 +129,7 @@ def reference_gradients(model: PipelineModel, microbatches: int, step: int = 0) 
         loss = model.loss(module(input), target) / microbatches
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         total += loss.detach()
-    return _gradients([module]), float(total)
+    return gradients_of([module]), float(total)
 
 
 def run_rank(
@@ -174,20 +140,13 @@ def run_rank(
     The transport's channels must be open.
     """
     stages = build_stages(model, plan, _CPU)
-    executor = Executor(
-        plan,
-        stages,
-        model,
-        transport,
-        device=_CPU,
-        timeout=timeout,
-        options=ExecutorOptions(look_ahead=look_ahead),
-    )
+    options = ExecutorOptions(look_ahead=look_ahead)
+    executor = Executor(plan, stages, model, transport, device=_CPU, timeout=timeout, options=options)
     result = executor.step(0)
     kept = {index: stage.held for index, stage in stages.items() if any(stage.held)}
     if kept:
         raise RuntimeError(f"stages still hold microbatches after the step: {kept}")
-    return _gradients([stage.module for stage in stages.values()]), result
+    return gradients_of([stage.module for stage in stages.values()]), result
 
 
 def run_in_threads(
@@ -205,16 +164,7 @@ def run_in_threads(
     return gradients, sum(sum(result.losses.values()) for _, result in found) / problem.microbatches
 
 
-def _gradients(modules: Iterable[nn.Module]) -> Gradients:
-    return {
-        name: parameter.grad.clone()
-        for module in modules
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def found(folder: Path) -> dict[str, tuple[Gradients, dict[int, float]]]:
+def of_rank(folder: Path) -> dict[str, tuple[Gradients, dict[int, float]]]:
     """This rank's gradients and losses of every ``*.plan.json`` of a folder."""
     transport = connect(World.from_environment(), "gloo", _CPU, TIMEOUT)
     found = {}

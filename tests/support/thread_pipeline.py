@@ -124,6 +124,11 @@ def on_ranks(
         return list(pool.map(run, range(hub.layout.world_size)))
 
 
+def rank_of(pipe: Pipeline) -> int:
+    """The rank whose pipeline it is."""
+    return pipe._transport.rank
+
+
 def returned(found: list[Any]) -> list[Any]:
     """What all ranks returned; raises the error of one that failed, which a peer's loss only repeats."""
     errors = [each for each in found if isinstance(each, Exception)]

@@ -1,7 +1,7 @@
 """Programs that run on several ranks: each rank writes what it saw to a file.
 
-A program is a module of ``support`` with a function ``found``, which gets a folder and further arguments. A
-rank is ``python -m support.rank_files MODULE FOLDER ARGUMENT …`` under torchrun's environment.
+A program is a module with a function ``of_rank``, which gets a folder and further arguments. A rank is
+``python -m support.rank_files MODULE FOLDER ARGUMENT …`` under torchrun's environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def found_by(module: str, ranks: int, folder: Path, *arguments: str) -> list[dic
 
 def main(module: str, folder: Path, *arguments: str) -> None:
     torch.set_num_threads(1)
-    found = import_module(f"support.{module}").found(folder, *arguments)
+    found = import_module(module).of_rank(folder, *arguments)
     torch.save(found, folder / f"rank-{os.environ['RANK']}.pt")
 
 

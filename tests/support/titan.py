@@ -30,10 +30,9 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         self.up, self.down = Linear(WIDTH, 2 * WIDTH), Linear(2 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
         shifted = x if positions is None else x + positions[..., None].to(x.dtype) / 10
-        found: Tensor = x + self.down(nnf.silu(self.up(self.norm(shifted))))
-        return found
+        return x + self.down(nnf.silu(self.up(self.norm(shifted))))
 
 
 class Decoder(nn.Module):
@@ -123,7 +122,7 @@ def parallelize(
     compile_config: CompileConfig,
     ac_config: Any,
     dump_folder: str,
-) -> nn.Module:
+) -> Any:
     """``fully_shard`` where torchtitan applies it: norm and head share a group, and the stage is the root."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
@@ -142,8 +141,7 @@ def parallelize(
     for module in part.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
-    found: nn.Module = part
-    return found
+    return part
 
 
 @dataclass

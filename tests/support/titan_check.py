@@ -34,7 +34,6 @@ STEPS, TIMEOUT, TOLERANCE = 2, 900, 1e-5
 
 
 def main() -> int:
-    """Compare; returns the exit status."""
     failures = [*interface(), *settings(), *operations()]
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 4):

@@ -38,13 +38,8 @@ MODELS = {
     "qwen3": "debugmodel_moe",  # the smaller one has tied embeddings, which torchtitan does not pipeline
     "muse_glimmer": "debugmodel_mm",  # with a vision encoder
 }
-SCHEDULES = (
-    ("1F1B", 4, 1),
-    ("Interleaved1F1B", 2, 2),
-    ("Interleaved1F1B", 2, 3),
-    ("ZBVZeroBubble", 2, 2),
-    ("DualPipeV", 2, 2),
-)
+OF_TWO = ("Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (("1F1B", 4, 1), ("Interleaved1F1B", 2, 3), *((name, 2, 2) for name in OF_TWO))
 MICROBATCHES = 8
 
 

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,8 +23,10 @@ import zbv_worker as zbv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.gradients import gradients
 from support.split_check import HOOKS, ON_PARAMETERS, check, strided
-from support.thread_pipeline import on_ranks, plan_of
+from support.stages import run_step
+from support.thread_pipeline import on_ranks, plan_of, returned
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -83,9 +87,21 @@ OWN: dict[str, dict[str, Any]] = {
 """What the configurations of the families have in addition to the sizes."""
 
 
-def config_of(family: str, **changes: Any) -> Any:
+def config_of(family: str = "llama", **changes: Any) -> Any:
     config = transformers.CONFIG_MAPPING[family]
     return config(**{**SIZES, **OWN.get(family, {}), **changes})
+
+
+def model_of(family: str = "llama", **changes: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(config_of(family, **changes))
+
+
+def read_by_transformers(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def all_layers(layers: TransformersLayers) -> nn.Sequential:
+    return layers.build_layers(layers.layer_names(), CPU)
 
 
 def data(padding: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -122,29 +138,22 @@ def stages_of(layers: TransformersLayers, sizes: Sequence[int], **options: Any) 
     return stages
 
 
-def trained(
-    stages: Sequence[Stage], microbatch: tuple[Tensor, Tensor, Mapping[str, Any]], way: str
-) -> Tensor:
-    """Run a microbatch forward and backward, by I and W or by B; returns the loss summed over tokens."""
-    value, target, keywords = microbatch
-    split = way == "i and w"
-    found: Any = value
-    for stage in stages:
-        last = stage is stages[-1]
-        taken = {name: x for name, x in keywords.items() if name in stage.keywords.names}
-        found = stage.forward(0, found, target if last else None, split=split, keywords=taken)
-    loss: Tensor = found
-    gradient = None
-    for stage in reversed(stages):
-        gradient = stage.backward_input(0, gradient) if split else stage.backward(0, gradient)
-    if split:
-        for stage in stages:
-            stage.backward_weight(0)
-    return loss
+def trained(stages: Sequence[Stage], microbatch: tuple[Any, Any, Any], *, split: bool = True) -> Tensor:
+    """Run a microbatch forward and backward; returns the loss summed over tokens."""
+    (loss,) = run_step(stages, [microbatch], split=split)
+    return cast(Tensor, loss)
 
 
-def gradients(stages: Sequence[Stage]) -> dict[str, Tensor | None]:
-    return {whole_name(name): p.grad for stage in stages for name, p in stage.module.named_parameters()}
+def require_gradients(pipe: Any, layers: TransformersLayers, model: nn.Module) -> None:
+    found, names = gradients(pipe), parameter_names(layers, model)
+    for name, expected in gradients(model).items():
+        torch.testing.assert_close(found[names[name]], expected, rtol=1e-5, atol=1e-5)
+
+
+def whole_of(stages: Sequence[Stage]) -> Any:
+    """All parameters of some stages, by their names in the pipeline."""
+    named = [(whole_name(name), p) for stage in stages for name, p in stage.module.named_parameters()]
+    return SimpleNamespace(named_parameters=lambda: named)
 
 
 def unsplit(config: Any, layers: TransformersLayers, stages: Sequence[Stage]) -> Any:
@@ -168,15 +177,13 @@ def test_a_split_model_has_the_loss_and_gradients_of_the_whole(family: str, way:
     stages = stages_of(layers, [2, 2, 1], is_recomputed=way == "recomputed")
     model = unsplit(config, layers, stages)
     tokens, labels, keywords = data(padding=3)
-    total = trained(stages, (tokens, labels, keywords), "b" if way == "b" else "i and w")
+    total = trained(stages, (tokens, labels, keywords), split=way != "b")
     weight = stages[-1].take_weight()
     assert weight == (LENGTH - 1) + (LENGTH - 1 - 3)
     reference = model(input_ids=tokens, labels=labels, **keywords)
     (reference.loss * weight).backward()
     torch.testing.assert_close(total / float(weight), reference.loss.detach(), rtol=1e-5, atol=1e-5)
-    found, names = gradients(stages), parameter_names(layers, model)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[names[name]], parameter.grad, rtol=1e-5, atol=1e-5)
+    require_gradients(whole_of(stages), layers, model)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "phi3"])
@@ -188,7 +195,7 @@ def test_without_a_mask_and_with_given_positions(family: str) -> None:
     tokens, labels, _ = data()
     positions = (torch.arange(LENGTH) + 5).expand(BATCH, -1)
     for keywords in ({}, {"position_ids": positions}, {}):
-        total = trained(stages, (tokens, labels, keywords), "i and w")
+        total = trained(stages, (tokens, labels, keywords))
         reference = model(input_ids=tokens, labels=labels, **keywords).loss
         torch.testing.assert_close(total / float(stages[-1].take_weight()), reference.detach())
 
@@ -198,16 +205,18 @@ def test_layers_built_alone_are_those_of_the_whole_model(family: str) -> None:
     layers = from_transformers(config_of(family, tie_word_embeddings=True), seed=5)
     names = layers.layer_names()
     assert names == ["embedding", "block.0", "block.1", "block.2", "head"]
-    whole = layers.build_layers(names, CPU).state_dict()
-    apart = {
-        key: x for name in reversed(names) for key, x in layers.build_layers([name], CPU).state_dict().items()
-    }
-    assert whole.keys() == apart.keys()
-    assert all(torch.equal(whole[key], apart[key]) for key in whole)
+    whole, apart = all_layers(layers).state_dict(), dict[str, Tensor]()
+    for name in reversed(names):
+        apart |= layers.build_layers([name], CPU).state_dict()
+    require_same(apart, whole)
     ((embedding, head),) = layers.tied_parameters()
     assert torch.equal(whole[embedding], whole[head])
-    other = from_transformers(config_of(family, tie_word_embeddings=True), seed=6).build_layers(names, CPU)
+    other = all_layers(from_transformers(config_of(family, tie_word_embeddings=True), seed=6))
     assert not torch.equal(whole[embedding], other.state_dict()[embedding])
+
+
+def require_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    torch.testing.assert_close(dict(sorted(found.items())), dict(sorted(expected.items())), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -221,16 +230,14 @@ def test_weights_go_to_transformers_and_back(family: str, tmp_path: Path) -> Non
         layers.save_pretrained(tmp_path, tensors, layers_of_files=parts, file=file)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 2
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    model = read_by_transformers(tmp_path)
     at = parameter_names(layers, model)
     written = {whole_name(name): tensor for part in built for name, tensor in part.items()}
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, written[at[name]], rtol=0, atol=0, msg=name)
     again = from_transformers(tmp_path, seed=2)
     for part, tensors in zip(parts, built, strict=True):
-        read = again.build_layers(part, CPU).state_dict()
-        assert read.keys() == tensors.keys()
-        assert all(torch.equal(read[key], tensors[key]) for key in read)
+        require_same(again.build_layers(part, CPU).state_dict(), tensors)
 
 
 FOLDERS: dict[str, Callable[[dict[str, Tensor], str, str], None]] = {
@@ -259,25 +266,21 @@ ENDS = {
         ("different beyond bfloat16", "llama", torch.bfloat16),
     ],
 )
-def test_a_folder_is_tied_as_transformers_ties_it(
-    content: str, family: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    config = config_of(family, tie_word_embeddings=True)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+def test_folders_are_tied_alike(content: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model_of(family, tie_word_embeddings=True).save_pretrained(tmp_path)
     config_of(family, tie_word_embeddings=True, dtype=dtype).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     FOLDERS[content](tensors, *ENDS[family])
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    model = read_by_transformers(tmp_path)
     require_equal(from_transformers(tmp_path), model)
     saved_again(from_transformers(tmp_path), model, tmp_path / "again")
 
 
 def test_a_folder_that_is_not_tied_needs_both_tensors(tmp_path: Path) -> None:
     """``from_pretrained`` would make a random head."""
-    config = config_of("llama", tie_word_embeddings=True)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    config_of("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
+    model_of(tie_word_embeddings=True).save_pretrained(tmp_path)
+    config_of(tie_word_embeddings=False).save_pretrained(tmp_path)
     layers = from_transformers(tmp_path)
     assert layers.tied_parameters() == []
     with pytest.raises(InvalidRun, match=r"found no tensor lm_head\.weight"):
@@ -305,11 +308,9 @@ def shares_blocks(model: Any) -> None:
     ("change", "is_tied"),
     [(retied, False), (replaced, True), (copied, True), (copied, False), (shares_blocks, True)],
 )
-def test_a_given_model_is_tied_as_its_tensors_are(
-    change: Callable[[Any], None], is_tied: bool, tmp_path: Path
-) -> None:
+def test_a_model_is_tied_as_its_tensors(change: Callable[[Any], None], is_tied: bool, tmp_path: Path) -> None:
     """By hand, whatever its configuration says; and in what from_pretrained reads from the saved folder."""
-    model = transformers.AutoModelForCausalLM.from_config(config_of("llama", tie_word_embeddings=is_tied))
+    model = model_of(tie_word_embeddings=is_tied)
     change(model)
     require_equal(from_transformers(model), model)
     saved_again(from_transformers(model), model, tmp_path)
@@ -317,9 +318,8 @@ def test_a_given_model_is_tied_as_its_tensors_are(
 
 def require_equal(layers: TransformersLayers, model: Any) -> None:
     """Require the ties and values of a model."""
-    built = layers.build_layers(layers.layer_names(), CPU)
     at = parameter_names(layers, model)
-    values = {whole_name(name): value for name, value in built.state_dict().items()}
+    values = {whole_name(name): value for name, value in all_layers(layers).state_dict().items()}
     for name, value in model.state_dict().items():
         assert torch.equal(value, values[at[name]]), name
     sets: dict[int, list[str]] = {}
@@ -331,10 +331,9 @@ def require_equal(layers: TransformersLayers, model: Any) -> None:
 
 def saved_again(layers: TransformersLayers, model: Any, folder: Path) -> None:
     """Require that transformers reads the model again, its head tied or not, from what the layers save."""
-    layers.save_pretrained(folder, layers.build_layers(layers.layer_names(), CPU).state_dict())
-    again = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
+    layers.save_pretrained(folder, all_layers(layers).state_dict())
+    again = read_by_transformers(folder)
+    require_same(again.state_dict(), model.state_dict())
     assert has_tied_ends(model) == has_tied_ends(again)
 
 
@@ -346,15 +345,12 @@ def has_tied_ends(model: Any) -> bool:
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
+SEVERAL = [(2, "v"), (4, "single")]
+
+
 @pytest.mark.parametrize(
     ("ranks", "placement", "change"),
-    [
-        (1, "v", replaced),
-        (2, "v", retied),
-        (2, "v", shares_blocks),
-        (4, "single", retied),
-        (4, "single", shares_blocks),
-    ],
+    [(1, "v", replaced), *((*on, change) for on in SEVERAL for change in (retied, shares_blocks))],
 )
 def test_ties_by_hand_train_as_in_the_unsplit_model(
     ranks: int, placement: str, change: Callable[[Any], None], tmp_path: Path
@@ -364,8 +360,7 @@ def test_ties_by_hand_train_as_in_the_unsplit_model(
     The mask has as many rows as a sequence has tokens; it is divided like the tokens.
     """
     torch.manual_seed(0)
-    config = config_of("llama", tie_word_embeddings=change is replaced)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = model_of(tie_word_embeddings=change is replaced)
     change(model)
     reference, expected = copy.deepcopy(model).train(), []
     mask = torch.ones(4, 4, dtype=torch.long).tril(2)
@@ -392,8 +387,7 @@ def test_ties_by_hand_train_as_in_the_unsplit_model(
     names = parameter_names(layers, model)
     layers.save_pretrained(tmp_path, {names[name]: value for name, value in model.state_dict().items()})
     for source in (model, tmp_path) if change is not shares_blocks else (model,):
-        found = on_ranks(plan_of(ranks, placement), partial(layers_of_copy, source), None, program)
-        assert not [each for each in found if isinstance(each, Exception)]
+        found = returned(on_ranks(plan_of(ranks, placement), partial(layers_of_copy, source), None, program))
         losses = next(losses for losses, _ in found if losses[0] is not None)
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
         state = found[0][1]
@@ -402,22 +396,16 @@ def test_ties_by_hand_train_as_in_the_unsplit_model(
 
 
 def test_a_rank_reads_only_its_own_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers.AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path)
-    seen: list[str] = []
-    read = safetensors_folder._read
-
-    def watched(path: Path, key: str) -> Tensor:
-        seen.append(key)
-        return read(path, key)
-
-    monkeypatch.setattr(safetensors_folder, "_read", watched)
+    model_of().save_pretrained(tmp_path)
+    read = Mock(wraps=safetensors_folder._read)
+    monkeypatch.setattr(safetensors_folder, "_read", read)
     from_transformers(str(tmp_path)).build_layers(["block.1"], CPU)
-    assert len(seen) == 9
-    assert all(key.startswith("model.layers.1.") for key in seen)
+    assert read.call_count == 9
+    assert all(key.startswith("model.layers.1.") for (_, key), _ in read.call_args_list)
 
 
 def test_a_model_gives_its_own_modules() -> None:
-    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    model = model_of()
     built = from_transformers(model).build_layers(["embedding", "block.0"], CPU)
     assert built.get_submodule("embedding.embed_tokens") is model.model.embed_tokens
     assert built.get_submodule("block/0.layer") is model.model.layers[0]
@@ -451,9 +439,8 @@ def test_masks_are_made_for_the_attention_of_a_given_model(before: str, option: 
     ],
 )
 def test_arguments_that_a_given_model_contradicts_are_refused(changes: dict[str, Any], message: str) -> None:
-    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
     with pytest.raises(InvalidRun, match=message):
-        from_transformers(model, **changes)
+        from_transformers(model_of(), **changes)
 
 
 class Doubling(transformers.LlamaForCausalLM):  # type: ignore[misc]  # untyped
@@ -467,32 +454,26 @@ def patch_forward(model: Any) -> None:
     model.model.forward = partial(model.model.forward, use_cache=False)
 
 
-def remove_block(model: Any) -> None:
-    del model.model.layers[0]
-
-
 LLAMA = transformers.LlamaForCausalLM
 CHANGES_OF_THE_WHOLE: list[tuple[Any, Callable[[Any], object], str]] = [
     (Doubling, lambda model: None, "a Doubling with another forward"),
     (LLAMA, patch_forward, "a LlamaModel with another forward"),
     (LLAMA, lambda model: model.register_forward_hook(print), "hooks of the LlamaForCausalLM itself"),
     (LLAMA, lambda model: model.model.register_forward_pre_hook(print), "hooks of the LlamaModel itself"),
-    (LLAMA, remove_block, r"found \d blocks, and num_hidden_layers="),
+    (LLAMA, lambda model: model.model.layers.pop(0), r"found \d blocks, and num_hidden_layers="),
 ]
 
 
 @pytest.mark.parametrize(("kind", "change", "message"), CHANGES_OF_THE_WHOLE)
-def test_what_only_the_whole_model_would_call_is_refused(
-    kind: Any, change: Callable[[Any], object], message: str
-) -> None:
-    model = kind(config_of("llama"))
+def test_calls_of_the_whole_are_refused(kind: Any, change: Callable[[Any], object], message: str) -> None:
+    model = kind(config_of())
     change(model)
     with pytest.raises(InvalidRun, match=message):
         from_transformers(model)
 
 
 def test_a_models_own_loss_function_is_refused_unless_there_is_another_loss() -> None:
-    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    model = model_of()
     model.loss_function = print
     layers = from_transformers(model)
     with pytest.raises(InvalidRun, match="own loss_function"):
@@ -500,8 +481,7 @@ def test_a_models_own_loss_function_is_refused_unless_there_is_another_loss() ->
 
 
 def test_a_given_model_keeps_its_modes_and_what_measuring_would_change() -> None:
-    dropping = config_of("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    model = transformers.AutoModelForCausalLM.from_config(dropping).eval()
+    model = model_of("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
     expected = model(input_ids=tokens, labels=tokens).loss.detach()
@@ -510,20 +490,18 @@ def test_a_given_model_keeps_its_modes_and_what_measuring_would_change() -> None
     with zbv.Pipeline(None, layers, microbatches=1, example=(tokens, tokens)) as pipe:
         assert not any(module.training for module in model.modules())
         assert all(parameter.grad is None for parameter in model.parameters())
-        for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+        require_same(model.state_dict(), before)
         torch.testing.assert_close(pipe.step(tokens, tokens), expected)
         model.train()
         assert abs(pipe.step(tokens, tokens) - expected) > 0.01
         torch.testing.assert_close(pipe.evaluate(tokens, tokens), expected)
         assert all(module.training for module in model.modules())
-    layers = from_transformers(model)
-    layers.build_layers(layers.layer_names(), CPU)
+    all_layers(from_transformers(model))
     assert all(module.training for module in model.modules())
 
 
 def test_the_dtype_is_the_configurations_or_the_given_one() -> None:
-    config = config_of("llama", dtype=torch.bfloat16)
+    config = config_of(dtype=torch.bfloat16)
     dtypes = [
         next(from_transformers(config, dtype=dtype).build_layers(["block.0"], CPU).parameters()).dtype
         for dtype in (None, torch.float32)
@@ -534,9 +512,7 @@ def test_the_dtype_is_the_configurations_or_the_given_one() -> None:
 @pytest.mark.parametrize("is_given", [False, True])
 def test_layers_on_the_meta_device_have_no_values(is_given: bool) -> None:
     """Those of a given model stay where they are."""
-    source = config_of("mixtral")
-    if is_given:
-        source = transformers.AutoModelForCausalLM.from_config(source)
+    source = model_of("mixtral") if is_given else config_of("mixtral")
     built = from_transformers(source).build_layers(["embedding", "block.0", "head"], torch.device("meta"))
     assert all(parameter.is_meta for parameter in built.parameters())
     assert not is_given or not any(parameter.is_meta for parameter in source.parameters())
@@ -550,7 +526,7 @@ def test_dropout_is_that_of_the_model() -> None:
     model = unsplit(config, layers, stages)
     tokens, labels, _ = data()
     torch.manual_seed(0)
-    total = trained(stages, (tokens, labels, {}), "b")
+    total = trained(stages, (tokens, labels, {}), split=False)
     torch.manual_seed(0)
     expected = model(input_ids=tokens, labels=labels).loss
     torch.testing.assert_close(total / float(stages[0].take_weight()), expected.detach())
@@ -576,9 +552,7 @@ def test_a_pipeline_computes_the_balancing_loss_of_a_batch_with_padding() -> Non
         torch.autograd.backward(expected)
         assert loss is not None
         torch.testing.assert_close(torch.as_tensor(float(loss)), expected.detach(), rtol=1e-5, atol=1e-5)
-        gradients = {name: p.grad for name, p in pipe.named_parameters()}
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(gradients[names[name]], parameter.grad, rtol=1e-5, atol=1e-5)
+        require_gradients(pipe, layers, model)
 
 
 SHARES = {"llama": 0.99, "gpt2": 0.98, "mixtral": 0.98, "qwen2_moe": 0.97}
@@ -589,24 +563,22 @@ SHARES = {"llama": 0.99, "gpt2": 0.98, "mixtral": 0.98, "qwen2_moe": 0.97}
 def test_w_computes_most_weight_gradients(family: str) -> None:
     layers = from_transformers(config_of(family))
     stages = stages_of(layers, [2, 2, 1])
-    trained(stages, data(), "i and w")
-    share = stages[1].split_share
-    assert share is not None
+    trained(stages, data())
+    share: Any = stages[1].split_share
     assert share.share > SHARES[family], str(share)
     assert share == stages[1].expected_share
 
 
 class TestSources:
     def test_a_json_file(self, tmp_path: Path) -> None:
-        config_of("llama").save_pretrained(tmp_path)
+        config_of().save_pretrained(tmp_path)
         found = from_transformers(tmp_path / "config.json").build_layers(["head"], CPU)
-        expected = from_transformers(config_of("llama")).build_layers(["head"], CPU)
+        expected = from_transformers(config_of()).build_layers(["head"], CPU)
         assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
     def test_a_model_without_experts_has_no_balancing_loss(self) -> None:
-        layers = from_transformers(config_of("llama", output_router_logits=True))
-        logits = layers.build_layers(layers.layer_names(), CPU)(data()[0])
-        assert logits.shape == (BATCH, LENGTH, VOCABULARY)
+        layers = from_transformers(config_of(output_router_logits=True))
+        assert all_layers(layers)(data()[0]).shape == (BATCH, LENGTH, VOCABULARY)
 
     def test_a_class(self) -> None:
         layers = from_transformers(transformers.LlamaForCausalLM)
@@ -627,25 +599,23 @@ class TestSources:
         with pytest.raises(InvalidRun, match=message):
             from_transformers(source)
 
-    def test_a_file_that_is_no_configuration_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text("{")
-        with pytest.raises(InvalidRun, match="cannot be read as JSON"):
-            from_transformers(tmp_path)
-        (tmp_path / "config.json").write_text("[]")
-        with pytest.raises(InvalidRun, match="model_type None"):
+    @pytest.mark.parametrize(("text", "said"), [("{", "cannot be read as JSON"), ("[]", "model_type None")])
+    def test_a_file_that_is_no_configuration_is_refused(self, text: str, said: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InvalidRun, match=said):
             from_transformers(tmp_path)
 
     def test_a_folder_without_tensors_is_refused(self, tmp_path: Path) -> None:
-        config_of("llama").save_pretrained(tmp_path)
+        config_of().save_pretrained(tmp_path)
         with pytest.raises(InvalidRun, match=r"found neither model\.safetensors nor"):
             from_transformers(tmp_path).build_layers(["head"], CPU)
 
     def test_missing_and_misshapen_tensors_are_refused(self, tmp_path: Path) -> None:
-        layers = from_transformers(config_of("llama"))
+        layers = from_transformers(config_of())
         names = list(layers.layer_names())
         built = layers.build_layers(names, CPU).state_dict()
         layers.save_pretrained(tmp_path, built)
-        config_of("llama", hidden_size=64).save_pretrained(tmp_path)
+        config_of(hidden_size=64).save_pretrained(tmp_path)
         with pytest.raises(InvalidRun, match=r"with shape \((48, )?32,?\).*requires \((48, )?64,?\)"):
             from_transformers(tmp_path).build_layers(["head"], CPU)
         layers.save_pretrained(tmp_path, built, layers_of_files=[names[:-1]])
@@ -655,7 +625,7 @@ class TestSources:
             layers.save_pretrained(tmp_path, {})
 
     def test_an_incomplete_copy_is_refused(self, tmp_path: Path) -> None:
-        layers = from_transformers(config_of("llama"))
+        layers = from_transformers(config_of())
         names = list(layers.layer_names())
         built = layers.build_layers(names[:1], CPU).state_dict()
         layers.save_pretrained(tmp_path, built, layers_of_files=[names[:1], names[1:]])
@@ -676,7 +646,7 @@ class TestSources:
 class TestPipelineModel:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        config_of("llama", vocab_size=256).save_pretrained(tmp_path)
+        config_of(vocab_size=256).save_pretrained(tmp_path)
         return tmp_path
 
     def test_it_has_what_the_worker_needs(self, folder: Path) -> None:
@@ -730,12 +700,13 @@ class TestPipelineModel:
         Path("short").write_bytes(b"abc")
         Path("wide").write_bytes(b"\xff" * 200)
         with pytest.raises(InvalidRun, match=message):
-            pipeline_model(config_of("llama", vocab_size=200), **arguments)
+            pipeline_model(config_of(vocab_size=200), **arguments)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_conv1d_computes_what_autograd_computes(data: st.DataObject) -> None:
     draw = data.draw
@@ -762,18 +733,22 @@ def test_conv1d_computes_what_autograd_computes(data: st.DataObject) -> None:
     )
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+def experts_of(count: int) -> nn.Module:
+    config = transformers.MixtralConfig(num_local_experts=count, hidden_size=8, intermediate_size=8)
+    made: nn.Module = MixtralExperts(config)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_experts_compute_what_autograd_computes(data: st.DataObject) -> None:
     draw = data.draw
     dtype = draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16)), "dtype")
     tokens, experts = draw(st.integers(1, 5), "tokens"), draw(st.integers(1, 4), "experts")
-    sizes = {"num_local_experts": experts, "hidden_size": 8, "intermediate_size": 8}
-    layer = MixtralExperts(transformers.MixtralConfig(**sizes)).to(dtype)
+    layer = experts_of(experts).to(dtype)
     for parameter in layer.parameters():
-        nn.init.normal_(parameter)
         parameter.requires_grad_(draw(st.booleans(), "trained"))
     needs_gradient = draw(st.booleans(), "gradient of the input")
     hooks = draw(st.sampled_from(sorted(set(HOOKS) - {"full backward"})), "hooks")
@@ -795,11 +770,7 @@ def test_experts_compute_what_autograd_computes(data: st.DataObject) -> None:
 
 
 def test_experts_without_tokens_have_no_gradients() -> None:
-    layer = MixtralExperts(
-        transformers.MixtralConfig(num_local_experts=2, hidden_size=8, intermediate_size=8)
-    )
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter)
+    layer = experts_of(2)
     module = nn.ModuleList([layer])
     split_modules(module)
     queue = WeightGrads()

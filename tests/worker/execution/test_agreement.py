@@ -47,9 +47,7 @@ def test_equal_statements_give_every_rank_all_channels() -> None:
         ),
     ],
 )
-def test_all_ranks_refuse_with_one_message_that_names_the_differing_ranks(
-    change: dict[str, object], message: str
-) -> None:
+def test_all_ranks_refuse_and_name_the_differing_ranks(change: dict[str, object], message: str) -> None:
     statements = [statement(rank) for rank in range(3)]
     statements[1] = replace(statements[1], **change)  # type: ignore[arg-type]  # fields by name
     found = outcomes(statements)

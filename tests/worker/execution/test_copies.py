@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 import zbv_worker as zbv
+from support.functions import Function
+from support.stages import backward
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.reading import parse_problem
@@ -38,7 +40,6 @@ class Masked(nn.Module):
         self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(ROWS, WIDTH) to the same."""
         key = self.project(self.norm(x)).float()
         weights = (key @ self.twice(x).t()).masked_fill(MASK, -1.0).softmax(-1)
         turned = torch.complex(key, x)
@@ -46,25 +47,32 @@ class Masked(nn.Module):
         return x + nnf.dropout(weights @ self.twice(key), 0.3) + 0.1 * mixed.tanh()
 
 
-class Writes(nn.Module):
-    """Writes to its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(ROWS, WIDTH) to the same."""
-        return nnf.relu_(x).mul(x)
-
-
-STAGES: dict[str, Callable[[list[nn.Module]], Stage]] = {
-    "plain": lambda layers: stage_of(layers),
-    "recomputed": lambda layers: stage_of(layers, is_recomputed=True, layers=layers),
-    "cast": lambda layers: stage_of(layers, autocast=torch.bfloat16),
-    "writing to its input": lambda layers: stage_of([Writes(), *layers]),
-    "compiled": lambda layers: stage_of(layers, layers=layers, is_compiled=True),
+STAGES: dict[str, Callable[..., Stage]] = {
+    "plain": lambda *layers: stage_of(*layers),
+    "recomputed": lambda *layers: stage_of(*layers, is_recomputed=True, layers=layers),
+    "cast": lambda *layers: stage_of(*layers, autocast=torch.bfloat16),
+    "writing to its input": lambda *layers: stage_of(Function(lambda _, x: nnf.relu_(x).mul(x)), *layers),
+    "compiled": lambda *layers: stage_of(*layers, layers=layers, is_compiled=True),
 }
 
 
-def stage_of(modules: list[nn.Module], autocast: torch.dtype | None = None, **options: Any) -> Stage:
-    return Stage(1, 3, nn.Sequential(*modules), 1, autocast=autocast, **options)
+def stage_of(*modules: nn.Module, **options: Any) -> Stage:
+    return Stage(1, 3, nn.Sequential(*modules), 1, **options)
+
+
+def copies_of(stage: Stage) -> Copies:
+    return Copies({1: stage}, CPU, HostTimeline())
+
+
+def kept(copies: Copies, stage: Stage, x: Tensor, microbatch: int = 0, *, split: bool = False) -> Any:
+    """An F whose memory is copied later."""
+    return copies.keeping(1, microbatch, lambda: stage.forward(microbatch, x, split=split))()
+
+
+def copied(copies: Copies, letters: str = "ODRI", microbatch: int = 0) -> None:
+    """To the host, and back."""
+    for letter in letters:
+        copies.run(Action(1, letter, microbatch))
 
 
 def trained(stage: Stage, letters: str, copies: Copies | None, steps: int = 2) -> list[Tensor]:
@@ -77,14 +85,9 @@ def trained(stage: Stage, letters: str, copies: Copies | None, steps: int = 2) -
             stage.forward(0, x, split=split)
         else:
             copies.begin()
-            copies.keeping(1, 0, lambda x=x: stage.forward(0, x, split=split))()
-            for letter in "ODRI":
-                copies.run(Action(1, letter, 0))
-        if split:
-            found.append(stage.backward_input(0, gradient))
-            stage.backward_weight(0)
-        else:
-            found.append(stage.backward(0, gradient))
+            kept(copies, stage, x, split=split)
+            copied(copies)
+        found.append(backward(stage, gradient, split=split))
     return [*found, *(p.grad for p in stage.module.parameters() if p.grad is not None)]
 
 
@@ -94,10 +97,8 @@ def trained(stage: Stage, letters: str, copies: Copies | None, steps: int = 2) -
 def test_what_comes_back_has_the_gradients_of_what_stays(kind: str, letters: str) -> None:
     torch.manual_seed(0)
     layers: list[nn.Module] = [Masked(), Masked()]
-    plain = STAGES[kind](copy.deepcopy(layers))
-    moved = STAGES[kind](copy.deepcopy(layers))
-    copies = Copies({1: moved}, CPU, HostTimeline())
-    mask = MASK.clone()
+    plain, moved = (STAGES[kind](*copy.deepcopy(layers)) for _ in range(2))
+    copies, mask = copies_of(moved), MASK.clone()
     expected = trained(plain, letters, None)
     for a, b in zip(trained(moved, letters, copies), expected, strict=True):
         assert torch.equal(a, b)
@@ -105,7 +106,7 @@ def test_what_comes_back_has_the_gradients_of_what_stays(kind: str, letters: str
     copies.close()
     if kind == "compiled":
         # The first microbatch ran uncompiled.
-        later = Copies({1: moved}, CPU, HostTimeline())
+        later = copies_of(moved)
         trained(moved, letters, later, 1)
         later.close()
         assert later.host_bytes > 0.9 * copies.host_bytes
@@ -114,18 +115,16 @@ def test_what_comes_back_has_the_gradients_of_what_stays(kind: str, letters: str
 @pytest.mark.parametrize("kind", [kind for kind in STAGES if kind != "compiled"])
 def test_the_device_holds_next_to_nothing_between_the_copies(kind: str) -> None:
     """Except what others hold: the memory of the shared mask, of buffers and of parameters."""
-    stage = STAGES[kind]([Masked(), Masked()])
+    stage = STAGES[kind](Masked(), Masked())
     trained(stage, "IW", None, 1)
-    copies = Copies({1: stage}, CPU, HostTimeline())
+    copies = copies_of(stage)
     with LiveBytes() as live:
         copies.begin()
-        copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
+        kept(copies, stage, torch.randn(ROWS, WIDTH))
         held = live.bytes
-        copies.run(Action(1, "O", 0))
-        copies.run(Action(1, "D", 0))
+        copied(copies, "OD")
         between = live.bytes - copies.host_bytes
-        copies.run(Action(1, "R", 0))
-        copies.run(Action(1, "I", 0))
+        copied(copies, "RI")
         again = live.bytes - copies.host_bytes
         stage.backward(0, torch.randn(ROWS, WIDTH))
         after = live.bytes - copies.host_bytes
@@ -139,68 +138,51 @@ def test_the_device_holds_next_to_nothing_between_the_copies(kind: str) -> None:
 
 def test_who_keeps_a_tensor_of_a_layer_keeps_its_values() -> None:
     """The other stage of a rank, for instance, or a layer for its next microbatch."""
-    kept: list[Tensor] = []
+    seen: list[Tensor] = []
 
-    class Stashing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            kept.append(x.tanh())
-            return kept[-1] * kept[-1]
+    def stash(_: Any, x: Tensor) -> Tensor:
+        seen.append(x.tanh())
+        return seen[-1] * seen[-1]
 
-    stage = stage_of([Stashing()])
-    copies = Copies({1: stage}, CPU, HostTimeline())
-    x = torch.randn(ROWS, WIDTH)
-    output = copies.keeping(1, 0, lambda: stage.forward(0, x, split=False))()
+    stage = stage_of(Function(stash))
+    copies, x = copies_of(stage), torch.randn(ROWS, WIDTH)
+    output = kept(copies, stage, x)
     for letter in "ODRI":
-        copies.run(Action(1, letter, 0))
-        assert torch.equal(kept[0], x.tanh())
+        copied(copies, letter)
+        assert torch.equal(seen[0], x.tanh())
         assert torch.equal(output, x.tanh() * x.tanh())
     copies.close()
 
 
-class Function(nn.Module):
-    """A layer that runs a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape."""
-        return self._function(x)
-
-
-def there_and_back(stage: Stage, x: Tensor) -> None:
+def there_and_back(stage: Stage, x: Tensor) -> Copies:
     """An F whose copies have ended."""
-    copies = Copies({1: stage}, CPU, HostTimeline())
-    copies.keeping(1, 0, lambda: stage.forward(0, x, split=False))()
-    for letter in "ODRI":
-        copies.run(Action(1, letter, 0))
+    copies = copies_of(stage)
+    kept(copies, stage, x)
+    copied(copies)
     copies.close()
+    return copies
 
 
 @pytest.mark.parametrize("kind", ["plain", "recomputed"])
 def test_a_layer_that_keeps_its_input_finds_it_unchanged(kind: str) -> None:
-    kept: list[Tensor] = []
+    seen: list[Tensor] = []
 
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x)
+    def keep(_: Any, x: Tensor) -> Tensor:
+        seen.append(x)
         return x * x
 
-    layers: list[nn.Module] = [Function(keep)]
-    stage, x = STAGES[kind](layers), torch.randn(ROWS, WIDTH)
-    copies = Copies({1: stage}, CPU, HostTimeline())
-    copies.keeping(1, 0, lambda: stage.forward(0, x, split=False))()
+    stage, x = STAGES[kind](Function(keep)), torch.randn(ROWS, WIDTH)
+    copies = copies_of(stage)
+    kept(copies, stage, x)
     for letter in "ODRI":
-        copies.run(Action(1, letter, 0))
-        assert torch.equal(kept[0], x)
+        copied(copies, letter)
+        assert torch.equal(seen[0], x)
     copies.close()
 
 
 def test_a_write_to_a_buffer_that_a_layer_has_saved_is_an_error_as_without_copies() -> None:
     scale = torch.rand(WIDTH)
-    layer = Function(lambda x: x * scale)
-    layer.register_buffer("scale", scale)
-    stage = stage_of([layer])
+    stage = stage_of(Function(lambda _, x: x * scale, scale=nn.Buffer(scale)))
     there_and_back(stage, torch.randn(ROWS, WIDTH))
     scale.mul_(0.5)
     with pytest.raises(ModelError, match="written to"):
@@ -208,7 +190,7 @@ def test_a_write_to_a_buffer_that_a_layer_has_saved_is_an_error_as_without_copie
 
 
 def test_graphs_that_end_within_f_may_be_written_to_and_do_not_move() -> None:
-    def tuned(x: Tensor) -> Tensor:
+    def tuned(_: Any, x: Tensor) -> Tensor:
         inner = torch.zeros(ROWS, WIDTH, requires_grad=True)
         loss = ((x.detach() + inner).exp() * inner.exp()).sum()
         (gradient,) = torch.autograd.grad(loss, inner)
@@ -216,12 +198,8 @@ def test_graphs_that_end_within_f_may_be_written_to_and_do_not_move() -> None:
         unused.add_(1)
         return x * 2.0 - gradient
 
-    stage = stage_of([Function(tuned)])
-    copies = Copies({1: stage}, CPU, HostTimeline())
-    copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
-    for letter in "ODRI":
-        copies.run(Action(1, letter, 0))
-    copies.close()
+    stage = stage_of(Function(tuned))
+    copies = there_and_back(stage, torch.randn(ROWS, WIDTH))
     assert copies.host_bytes <= ROWS * WIDTH * 4  # the input
     assert torch.equal(stage.backward(0, torch.ones(ROWS, WIDTH)), torch.full((ROWS, WIDTH), 2.0))
 
@@ -237,12 +215,12 @@ def freed_by_layers(*, is_copied: bool) -> list[int]:
     """The bytes that the backward of each layer but the first frees."""
     seen: list[int] = []
 
-    def note(x: Tensor) -> Tensor:
+    def note(_: Any, x: Tensor) -> Tensor:
         x.register_hook(lambda gradient: seen.append(live.bytes))  # type: ignore[no-untyped-call]
         return x.tanh().exp().tanh()
 
     with LiveBytes() as live:
-        stage = stage_of([Function(note) for _ in range(4)])
+        stage = stage_of(*(Function(note) for _ in range(4)))
         x = torch.randn(ROWS, WIDTH)
         if is_copied:
             there_and_back(stage, x)
@@ -256,7 +234,7 @@ def test_data_stay_where_they_are() -> None:
     """A microbatch is a view of its batch, all of which would move."""
     batch, targets = torch.randn(8, ROWS, WIDTH), torch.randn(8, ROWS, WIDTH)
     weight = nn.Parameter(torch.rand(WIDTH))
-    stage = Stage(0, 1, Function(lambda x: x * weight), 1, nnf.mse_loss)
+    stage = Stage(0, 1, Function(lambda _, x: x * weight), 1, nnf.mse_loss)
     stage.forward(1, batch[0], targets[0], split=False)  # the first F has a copy, to which layers may write
     copies = Copies({0: stage}, CPU, HostTimeline())
     copies.keeping(0, 0, partial(stage.forward, 0, split=False))(batch[3], targets[3])
@@ -266,67 +244,57 @@ def test_data_stay_where_they_are() -> None:
 
 
 def test_transforms_of_torch_func_are_refused_by_name() -> None:
-    def scored(x: Tensor) -> Tensor:
-        gradient: Tensor = torch.func.grad(lambda y: y.square().sum())(x)
-        return x + gradient
-
+    scored = Function(lambda _, x: x + torch.func.grad(lambda y: y.square().sum())(x))
     with pytest.raises(ModelError, match=r"torch\.func.*Use torch\.autograd\.grad"):
-        there_and_back(stage_of([Function(scored)]), torch.randn(ROWS, WIDTH))
+        there_and_back(stage_of(scored), torch.randn(ROWS, WIDTH))
+
+
+def saving_stage() -> tuple[Stage, Copies, Tensor]:
+    """A stage after an F, and what its layer has saved."""
+    seen: list[Tensor] = []
+
+    def save(_: Any, x: Tensor) -> Tensor:
+        seen.append(x.tanh())
+        return seen[-1] * 2.0
+
+    stage = stage_of(Function(save))
+    copies = copies_of(stage)
+    kept(copies, stage, torch.randn(ROWS, WIDTH))
+    return stage, copies, seen[0].detach()
 
 
 def test_memory_that_somebody_frees_is_not_copied() -> None:
-    class Freeing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = x.tanh()
-            return self.seen * 2.0
-
-    layer = Freeing()
-    stage = stage_of([layer])
-    copies = Copies({1: stage}, CPU, HostTimeline())
-    copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
-    layer.seen.untyped_storage().resize_(0)
+    _, copies, saved = saving_stage()
+    saved.untyped_storage().resize_(0)
     with pytest.raises(ModelError, match="0 bytes of 8192"):
-        copies.run(Action(1, "O", 0))
+        copied(copies, "O")
     copies.close()
 
 
 @pytest.mark.parametrize("when", ["F", "R"])
 def test_a_write_to_what_a_layer_has_saved_is_an_error_as_without_copies(when: str) -> None:
-    kept: list[Tensor] = []
-
-    class Stashing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            kept.append(x.tanh())
-            return kept[-1] * 2.0
-
-    stage = stage_of([Stashing()])
-    copies = Copies({1: stage}, CPU, HostTimeline())
-    copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
+    stage, copies, saved = saving_stage()
     if when == "F":
-        kept[0].detach().zero_()
-    for letter in "ODRI":
-        copies.run(Action(1, letter, 0))
+        saved.zero_()
+    copied(copies)
     if when == "F":
         with pytest.raises(ModelError, match="written to"):
             stage.backward(0, torch.ones(ROWS, WIDTH))
     else:
-        kept[0].detach().zero_()  # what autograd has is a copy by now
+        saved.zero_()  # what autograd has is a copy by now
         assert stage.backward(0, torch.ones(ROWS, WIDTH)).abs().sum() > 0
     copies.close()
 
 
 def test_the_host_has_as_many_buffers_as_copies_at_once() -> None:
-    stage = stage_of([Masked()])
-    copies = Copies({1: stage}, CPU, HostTimeline())
-    sizes = []
+    stage = stage_of(Masked())
+    copies, sizes = copies_of(stage), []
     for microbatches in ([0], [1, 2], [3], [4, 5, 6], [7, 8]):
         for j in microbatches:
-            x = torch.randn(ROWS, WIDTH)
-            copies.keeping(1, j, lambda j=j, x=x: stage.forward(j, x, split=False))()
-            copies.run(Action(1, "O", j))
+            kept(copies, stage, torch.randn(ROWS, WIDTH), j)
+            copied(copies, "O", j)
         for j in microbatches:
-            for letter in "DRB":
-                copies.run(Action(1, letter, j))
+            copied(copies, "DRB", j)
             stage.backward(j, torch.ones(ROWS, WIDTH))
         sizes.append(copies.host_bytes)
     copies.close()
@@ -352,16 +320,15 @@ def copying_threads() -> set[str]:
 def test_a_pipeline_runs_copies_step_after_step() -> None:
     seen: set[str] = set()
 
-    class Seen(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x.register_hook(lambda gradient: seen.update(copying_threads()))  # type: ignore[no-untyped-call]
-            return x * x
+    def see(_: Any, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: seen.update(copying_threads()))  # type: ignore[no-untyped-call]
+        return x * x
 
     def stepped(actions: list[str]) -> list[Tensor]:
         torch.manual_seed(0)
         x = torch.randn(8, 4)
         plan = {"problem": DOCUMENT, "ranks": [actions]}
-        with zbv.Pipeline(plan, [nn.Linear(4, 4), Seen(), nn.Linear(4, 4)], nnf.mse_loss) as pipe:
+        with zbv.Pipeline(plan, [nn.Linear(4, 4), Function(see), nn.Linear(4, 4)], nnf.mse_loss) as pipe:
             losses = [pipe.step(x, x.flip(1)) for _ in range(3)]
             return [*losses, *(p.grad for p in pipe.parameters() if p.grad is not None)]
 

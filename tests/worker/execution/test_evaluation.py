@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,6 +65,11 @@ class Pipeline:
         return [self.hub.transport(rank) for rank in range(len(self.executors))]
 
 
+def random_pipeline(p: int = 1, microbatches: int = MICROBATCHES, **options: int) -> Pipeline:
+    problem = unit_problem(p, microbatches)
+    return Pipeline(problem, random_orders(problem, Random(1), 0.5), **options)
+
+
 def plain_losses(step: int) -> list[float]:
     """Losses of the uncut model in evaluation mode."""
     model = hard_model()
@@ -113,8 +119,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_may_be_new_to_a_gpu_passes_through_the_host(ways: list[str]) -> None:
     """The first step, the first evaluation, and the first with other shapes."""
-    problem = unit_problem(2, MICROBATCHES)
-    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
+    pipeline = random_pipeline(2)
 
     def is_first(*, evaluation: bool, shape: int) -> bool:
         def run(executor: Executor) -> None:
@@ -137,17 +142,14 @@ def test_what_may_be_new_to_a_gpu_passes_through_the_host(ways: list[str]) -> No
 
 
 def test_steps_that_compile_pass_through_the_host(ways: list[str]) -> None:
-    problem = unit_problem(1, MICROBATCHES)
-    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), startup_steps=2)
+    pipeline = random_pipeline(startup_steps=2)
     for _ in range(4):
         pipeline.executors[0].step(0)
     assert ways == ["host", "direct"] * 2
 
 
 def test_batches_with_ever_new_shapes_soon_pass_between_the_gpus(ways: list[str]) -> None:
-    problem = unit_problem(1, 1)
-    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
-    firsts = []
+    pipeline, firsts = random_pipeline(microbatches=1), []
     for step in range(40):
         ways.clear()
         pipeline.executors[0].expect([step])
@@ -164,10 +166,9 @@ class ModeRecorder(nn.Module):
         self.frozen = nn.BatchNorm1d(2).eval()
         self.seen: list[tuple[bool, bool, bool]] = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.seen.append((self.training, self.inner.training, torch.is_grad_enabled()))
-        output: Tensor = self.inner(x)
-        return output
+        return self.inner(x)
 
 
 def test_modules_are_evaluated_in_evaluation_mode_and_then_return_to_their_own_mode() -> None:
@@ -179,23 +180,16 @@ def test_modules_are_evaluated_in_evaluation_mode_and_then_return_to_their_own_m
     assert module.seen == [(False, False, False)]
     assert torch.equal(output, torch.ones(2, 2))
     assert not output.requires_grad
-    assert module.training
-    assert module.inner.training
-    assert not module.frozen.training
+    assert (module.training, module.inner.training, module.frozen.training) == (True, True, False)
 
 
 def test_an_evaluation_that_fails_leaves_the_modules_in_training() -> None:
-    problem = unit_problem(1, MICROBATCHES)
-    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
-    pipeline.modules[1].register_forward_hook(fail)
+    pipeline = random_pipeline()
+    pipeline.modules[1].register_forward_hook(Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError) as found:
         pipeline.evaluate(9)
     assert found.value.__notes__[0].startswith("rank 0, step 9, action 1F")
     assert all(module.training for module in pipeline.modules)
-
-
-def fail(*_: object) -> None:
-    raise ZeroDivisionError
 
 
 def test_stages_without_a_model_cannot_be_evaluated() -> None:

@@ -3,64 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from support.plans import V_OF_TWO as ORDERS
 from support.plans import unit_problem
 from support.selfcheck import hard_model
 from support.thread_transport import ThreadHub, ThreadTransport
 from zbv_solver.plans.channels import Channel
-from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.orders import Action
 from zbv_solver.problem.stages import Placement
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan, lower
 from zbv_worker.failures.progress import CurrentProgress, Progress, progress_of_error
-from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Send, Transport, key_of
 
 CPU = torch.device("cpu")
 
 
-ORDERS = Orders.from_text(
-    [
-        ["0F0", "0F1", "3F0", "3I0", "3F1", "3I1", "0I0", "0W0", "0I1", "0W1", "3W0", "3W1"],
-        ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2I1", "1I1", "2W0", "1W0", "2W1", "1W1"],
-    ]
-)
-
-
-def executor_of(
-    rank: int,
-    transport: Transport,
-    timeout: float,
-    progress: CurrentProgress | None = None,
-    on_stage_done: Callable[[int], None] | None = None,
-) -> Executor:
+def executor_of(rank: int, transport: Transport, timeout: float, **options: Any) -> Executor:
     plan = RankPlan.of("plan", unit_problem(2, 2), ORDERS, rank)
     transport.open([key_of(channel) for channel in plan.channels], timeout)
-    model = hard_model()
-    return Executor(
-        plan,
-        build_stages(model, plan, CPU),
-        model,
-        transport,
-        device=CPU,
-        timeout=timeout,
-        options=ExecutorOptions(progress=progress, on_stage_done=on_stage_done),
-    )
+    stages, model = build_stages(hard_model(), plan, CPU), hard_model()
+    how = ExecutorOptions(**options)
+    return Executor(plan, stages, model, transport, device=CPU, timeout=timeout, options=how)
 
 
 def test_a_rank_with_a_hanging_peer_names_the_action_the_tensor_and_the_peer() -> None:
     progress = CurrentProgress()
     executor = executor_of(0, ThreadHub(2).transport(0), timeout=0.2, progress=progress)
-    with pytest.raises(
-        ChannelTimeout, match=r"rank 0 waited 0\.2 s at 3F0 for the activation of 2F0 from rank 1"
-    ) as found:
+    said = r"rank 0 waited 0\.2 s at 3F0 for the activation of 2F0 from rank 1"
+    with pytest.raises(ChannelTimeout, match=said) as found:
         executor.step(7)
     assert progress_of_error(found.value) == progress.read() == Progress(step=7, action="3F0", peer=1)
 
@@ -129,31 +108,23 @@ def test_a_step_reports_every_action_in_order_and_losses_where_the_last_stage_is
 
 
 def test_an_error_in_a_stage_carries_rank_step_and_action() -> None:
-    hub = ThreadHub(2)
-    executor = executor_of(0, hub.transport(0), timeout=1)
-    stage = executor._stages[0]
-    assert isinstance(stage, Stage)
-    stage.module.register_forward_hook(fail)
+    executor = executor_of(0, ThreadHub(2).transport(0), timeout=1)
+    stage: Any = executor._stages[0]
+    stage.module.register_forward_hook(Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError) as caught:
         executor.step(7)
     assert caught.value.__notes__ == ["rank 0, step 7, action 0F0"]
 
 
-def fail(*_: object) -> None:
-    raise ZeroDivisionError
-
-
 def test_a_stage_is_reported_right_after_the_last_action_that_adds_to_its_gradients() -> None:
     """In the order of the list, not of the stage numbers."""
-    hub = ThreadHub(2)
-    done: list[tuple[int, str]] = []
-    progress = CurrentProgress()
-    executors = [
-        executor_of(
-            0, hub.transport(0), 20, progress, lambda stage: done.append((stage, str(progress.read().action)))
-        ),
-        executor_of(1, hub.transport(1), 20),
-    ]
+    hub, progress, done = ThreadHub(2), CurrentProgress(), list[tuple[int, str]]()
+
+    def note(stage: int) -> None:
+        done.append((stage, str(progress.read().action)))
+
+    first = executor_of(0, hub.transport(0), 20, progress=progress, on_stage_done=note)
+    executors = [first, executor_of(1, hub.transport(1), 20)]
     hub.run(lambda transport: [executors[transport.rank].step(step) for step in range(2)])
     assert done == [(0, "0W1"), (3, "3W1")] * 2
 

@@ -31,7 +31,7 @@ class Source:
     def __init__(self) -> None:
         self.fetched: list[tuple[int, int]] = []
         self.threads: list[str] = []
-        self.before: Callable[[int, int], None] = lambda step, index: None
+        self.before: Callable[[int, int], object] = lambda step, index: None
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         self.fetched.append((step, index))
@@ -116,11 +116,7 @@ def test_data_that_draws_from_a_global_generator_is_not_fetched_on_a_thread(
     draw: Callable[[], object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = Source()
-
-    def before(step: int, index: int) -> None:
-        draw()
-
-    source.before = before
+    source.before = lambda step, index: draw()
     data = fetching(source)
     for step in range(2):
         take(data, step)
@@ -143,14 +139,6 @@ def test_tensors_are_pinned_on_the_thread() -> None:
     data.close()
 
 
-def fail_at(step: int, index: int) -> Callable[[int, int], None]:
-    def before(s: int, i: int) -> None:
-        if (s, i) == (step, index):
-            raise ValueError("no such file")
-
-    return before
-
-
 def executor_of(source: Source, ahead: int) -> Executor:
     plan = RankPlan.of("plan", unit_problem(1, 2), ORDERS, 0)
     model = hard_model()
@@ -162,21 +150,18 @@ def executor_of(source: Source, ahead: int) -> Executor:
         return fetch(step, index)
 
     source.microbatch = microbatch  # type: ignore[method-assign]  # the model's data, watched
-    return Executor(
-        plan,
-        stages,
-        source,
-        ThreadHub(1).transport(0),
-        device=CPU,
-        timeout=60,
-        options=ExecutorOptions(fetch_ahead=ahead, last_step=9),
-    )
+    how = ExecutorOptions(fetch_ahead=ahead, last_step=9)
+    return Executor(plan, stages, source, ThreadHub(1).transport(0), device=CPU, timeout=60, options=how)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_an_error_surfaces_at_the_action_that_needs_the_data(ahead: int) -> None:
+    def before(step: int, index: int) -> None:
+        if (step, index) == (1, 0):
+            raise ValueError("no such file")
+
     source = Source()
-    source.before = fail_at(1, 0)
+    source.before = before
     executor = executor_of(source, ahead)
     executor.step(0)
     with pytest.raises(ValueError, match="no such file") as e:
@@ -190,9 +175,8 @@ def test_an_evaluation_never_runs_while_a_thread_fetches() -> None:
     executor = executor_of(source, 3)
     executor.step(0)
     executor.evaluate(1)
-    assert {name for (step, _), name in zip(source.fetched, source.threads, strict=True) if step == 1} >= {
-        threading.current_thread().name
-    }
+    threads = {name for (step, _), name in zip(source.fetched, source.threads, strict=True) if step == 1}
+    assert threading.current_thread().name in threads
     assert not [each for each in threading.enumerate() if each.name.startswith("zbv-data")]
     executor.step(1)
     executor.close()

@@ -88,13 +88,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for name, problem, orders in cases():
         verify_orders(problem, orders)
         write_plan(folder / f"{name}.plan.json", problem, orders)
-    return found_by("selfcheck", RANKS, folder)
+    return found_by("support.selfcheck", RANKS, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_processes_over_gloo_compute_the_gradients_of_one_process(
-    results: list[dict[str, Any]], name: str
-) -> None:
+def test_processes_over_gloo_have_the_gradients_of_one(results: list[dict[str, Any]], name: str) -> None:
     found: dict[str, torch.Tensor] = {}
     losses: list[float] = []
     for of_rank in results:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
+from support.functions import Function
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.rank_plan import RankPlan
@@ -51,23 +51,20 @@ class Observed(torch.autograd.Function):
         return gradients[0], None
 
 
-class Layer(nn.Module):
-    def __init__(self, see: Callable[[str], None]):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self._see = see
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, 4), same shape."""
-        found: Tensor = Observed.apply(self.linear(x), self._see)  # type: ignore[no-untyped-call]
-        return found
+def layers_of(compute: Callable[[Any, Tensor], Any]) -> list[nn.Module]:
+    return [Function(compute, linear=nn.Linear(4, 4)) for _ in range(2)]
 
 
-def stepped(see: Callable[[str], None], steps: int = 2, overlap: Any = None) -> dict[str, Tensor]:
+def unseen(where: str) -> None:
+    pass
+
+
+def stepped(see: Callable[[str], None] = unseen, steps: int = 2, overlap: Any = None) -> dict[str, Tensor]:
     """The gradients of the last step."""
     torch.manual_seed(0)
     x = torch.randn(8, 4)
-    with zbv.Pipeline(PLAN, [Layer(see), Layer(see)], nn.functional.mse_loss, overlap=overlap) as pipe:
+    layers = layers_of(lambda self, x: Observed.apply(self.linear(x), see))  # type: ignore[no-untyped-call]
+    with zbv.Pipeline(PLAN, layers, nn.functional.mse_loss, overlap=overlap) as pipe:
         for _ in range(steps):
             for parameter in pipe.parameters():
                 parameter.grad = None
@@ -117,10 +114,10 @@ def test_the_second_thread_has_the_state_of_the_first() -> None:
 
 
 def test_offloaded_activations_reach_the_second_thread() -> None:
-    plain = stepped(lambda where: None)
+    plain = stepped()
     with save_on_cpu():
-        offloaded = stepped(lambda where: None)
-    assert all(torch.equal(gradient, offloaded[name]) for name, gradient in plain.items())
+        offloaded = stepped()
+    torch.testing.assert_close(offloaded, plain, rtol=0, atol=0)
 
 
 def test_halves_without_collectives_need_no_thread() -> None:
@@ -149,10 +146,9 @@ def test_a_users_function_gets_both_halves_of_every_pair() -> None:
         assert isinstance(forward.module, nn.Module)
         zbv.in_turns(forward, backward)
 
-    found = stepped(lambda where: None, steps=1, overlap=overlap)
+    found = stepped(steps=1, overlap=overlap)
     assert calls == [entry for entry in ACTIONS if "+" in entry]
-    plain = stepped(lambda where: None, steps=1)
-    assert all(torch.equal(gradient, found[name]) for name, gradient in plain.items())
+    torch.testing.assert_close(found, stepped(steps=1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("letter", "action"), [("F", "0F3"), ("B", "0I2")])
@@ -173,31 +169,25 @@ def test_an_error_in_one_half_ends_the_step_and_the_other_half(letter: str, acti
     assert not [thread for thread in threading.enumerate() if thread.name == "zbv-pair"]
 
 
-def _forward_only(forward: Half, backward: Half) -> None:
-    forward()
-
-
-def _forward_twice(forward: Half, backward: Half) -> None:
-    forward()
-    forward()
-
-
 @pytest.mark.parametrize(
-    ("overlap", "message"), [(_forward_only, "did not run 0I0"), (_forward_twice, "0F1 was run twice")]
+    ("overlap", "message"),
+    [
+        (lambda forward, backward: forward(), "did not run 0I0"),
+        (lambda forward, backward: (forward(), forward()), "0F1 was run twice"),
+    ],
 )
 def test_a_users_function_must_call_each_half_once(overlap: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        stepped(lambda where: None, overlap=overlap)
+        stepped(overlap=overlap)
 
 
 def test_what_is_no_function_is_refused_before_the_first_step() -> None:
     with pytest.raises(InvalidRun, match="found a str as overlap"):
-        stepped(lambda where: None, overlap="in turns")
+        stepped(overlap="in turns")
 
 
 def test_a_rank_refuses_a_pair_that_is_none() -> None:
-    problem = parse_problem(DOCUMENT)
-    assert isinstance(problem, Problem)
+    problem: Any = parse_problem(DOCUMENT)
     plan = RankPlan.of("plan", problem, Orders.from_text([ACTIONS]), 0)
     assert [str(plan.actions[place]) for place in plan.pairs] == ["0F1", "0F2", "0F3"]
     with pytest.raises(InvalidRun, match="0F0 is paired with 0F1"):
@@ -207,20 +197,14 @@ def test_a_rank_refuses_a_pair_that_is_none() -> None:
 def test_marked_communication_hands_over() -> None:
     order: list[str] = []
 
-    class Marked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            """(rows, 4), same shape."""
-            order.append(threading.current_thread().name)
-            x = zbv.hand_over(self.linear(x))
-            x.register_hook(lambda gradient: order.append(threading.current_thread().name))  # type: ignore[no-untyped-call]
-            return x
+    def marked(self: Any, x: Tensor) -> Tensor:
+        order.append(threading.current_thread().name)
+        x = zbv.hand_over(self.linear(x))
+        x.register_hook(lambda gradient: order.append(threading.current_thread().name))  # type: ignore[no-untyped-call]
+        return x
 
     x = torch.randn(8, 4)
-    with zbv.Pipeline(PLAN, [Marked(), Marked()], nn.functional.mse_loss) as pipe:
+    with zbv.Pipeline(PLAN, layers_of(marked), nn.functional.mse_loss) as pipe:
         pipe.step(x, x)
         order.clear()
         pipe.step(x, x)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda, HostOfDevice
+from support.fake_cuda import FakeCuda, FakeEvent, HostOfDevice
+from support.plans import V_OF_TWO as ORDERS
 from support.plans import unit_problem
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
-from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.orders import Action
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import Instruction, RankPlan
@@ -26,15 +29,9 @@ from zbv_worker.execution.timeline import (
 )
 from zbv_worker.failures.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
-from zbv_worker.transport.channels import ChannelKey, Receive, key_of
+from zbv_worker.transport.channels import key_of
 
 CPU = torch.device("cpu")
-ORDERS = Orders.from_text(
-    [
-        ["0F0", "0F1", "3F0", "3I0", "3F1", "3I1", "0I0", "0W0", "0I1", "0W1", "3W0", "3W1"],
-        ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2I1", "1I1", "2W0", "1W0", "2W1", "1W1"],
-    ]
-)
 MILLISECONDS = {"F": 3.0, "I": 4.0, "W": 2.0}
 
 
@@ -91,48 +88,27 @@ class OnStream:
         return torch.zeros(1)
 
 
-class Streaming(ThreadTransport):
-    """One rank; tensors of its peer arrive after some time, or never."""
-
-    def __init__(self, cuda: FakeCuda, milliseconds: float | None, replicas: int):
-        super().__init__(ThreadHub(2, replicas), 0)
-        self._cuda = cuda
-        self._milliseconds = milliseconds
-
-    def receiver(self, key: ChannelKey) -> Receive:
-        return lambda spec: OnStream(self._cuda, self._milliseconds)
-
-
 def executor_of(
     cuda: FakeCuda,
-    arrival: float | None,
+    arrival: float | None = 1.0,
     timeout: float = 60.0,
     run_ahead: int = 3,
+    *,
     unfinished: list[int] | None = None,
     last_stage: type[Kernels] = Kernels,
-    startup_timeout: float | None = None,
-    startup_steps: int = 1,
     replicas: int = 1,
+    **options: Any,
 ) -> Executor:
-    problem = unit_problem(2, 2)
-    plan = RankPlan.of("plan", problem, ORDERS, 0)
-    transport = Streaming(cuda, arrival, replicas)
+    """One rank; tensors of its peer arrive after some time, or never."""
+    plan = RankPlan.of("plan", unit_problem(2, 2), ORDERS, 0)
+    transport: Any = ThreadTransport(ThreadHub(2, replicas), 0)
+    transport.receiver = lambda key: lambda spec: OnStream(cuda, arrival)
     transport.open([key_of(channel) for channel in plan.channels], 1.0)
     counts = unfinished if unfinished is not None else []
-    return Executor(
-        plan,
-        {0: Kernels(cuda, counts), 3: last_stage(cuda, counts)},
-        NoBatches(),
-        transport,
-        device=CPU,
-        timeout=timeout,
-        options=ExecutorOptions(
-            progress=CurrentProgress(),
-            timeline=CudaTimeline(CPU, HostOfDevice(cuda), run_ahead, cuda, pin=False),
-            startup_timeout=startup_timeout,
-            startup_steps=startup_steps,
-        ),
-    )
+    stages = {0: Kernels(cuda, counts), 3: last_stage(cuda, counts)}
+    timeline = CudaTimeline(CPU, HostOfDevice(cuda), run_ahead, cuda, pin=False)
+    how = ExecutorOptions(progress=CurrentProgress(), timeline=timeline, **options)
+    return Executor(plan, stages, NoBatches(), transport, device=CPU, timeout=timeout, options=how)
 
 
 def test_records_are_gpu_times_on_the_hosts_clock() -> None:
@@ -191,17 +167,15 @@ def test_the_host_runs_ahead_up_to_its_limit(run_ahead: int) -> None:
 def test_a_missing_tensor_is_named_by_its_action_not_by_the_hosts_position(run_ahead: int) -> None:
     """The host waits for the GPU at most for the timeout, within a step and at its end."""
     executor = executor_of(FakeCuda(), arrival=None, timeout=0.1, run_ahead=run_ahead)
-    with pytest.raises(
-        ChannelTimeout, match=r"rank 0 waited 0\.1 s at 3F0 for the activation of 2F0 from rank 1"
-    ) as e:
+    said = r"rank 0 waited 0\.1 s at 3F0 for the activation of 2F0 from rank 1"
+    with pytest.raises(ChannelTimeout, match=said) as e:
         executor.step(4)
     assert progress_of_error(e.value) == Progress(4, "3F0", 1)
     assert e.value.__notes__[0] == "rank 0, step 4, action 3F0"
 
 
 def test_a_hanging_kernel_is_not_blamed_on_a_peer() -> None:
-    cuda = FakeCuda()
-    executor = executor_of(cuda, arrival=1.0, timeout=0.1, last_stage=Hanging)
+    executor = executor_of(FakeCuda(), timeout=0.1, last_stage=Hanging)
     with pytest.raises(WorkerError, match=r"rank 0: its GPU did not complete 3F0 within 0\.1 s") as e:
         executor.step(0)
     assert not isinstance(e.value, ChannelTimeout | PeerLost)
@@ -209,18 +183,16 @@ def test_a_hanging_kernel_is_not_blamed_on_a_peer() -> None:
 
 
 def test_an_action_that_has_its_input_may_wait_for_the_parameters_of_another_replica() -> None:
-    cuda = FakeCuda()
-    executor = executor_of(cuda, arrival=1.0, timeout=0.1, last_stage=Hanging, replicas=2)
-    with pytest.raises(
-        ChannelTimeout, match=r"not complete 3F0 .*for the parameters of rank 1, which holds"
-    ) as e:
+    executor = executor_of(FakeCuda(), timeout=0.1, last_stage=Hanging, replicas=2)
+    said = r"not complete 3F0 .*for the parameters of rank 1, which holds"
+    with pytest.raises(ChannelTimeout, match=said) as e:
         executor.step(0)
     assert progress_of_error(e.value) == Progress(0, "3F0", None), "any rank may be the cause"
 
 
 def test_the_update_is_waited_for_like_an_action_and_is_named() -> None:
     cuda = FakeCuda()
-    executor = executor_of(cuda, arrival=1.0, timeout=0.1)
+    executor = executor_of(cuda, timeout=0.1)
     launched = executor.launch(3)
     cuda.compute.hang()
     launched.end()
@@ -235,7 +207,7 @@ def test_only_the_first_steps_have_the_longer_timeout(starting: int) -> None:
     clocks = []
     for first in (True, False):
         cuda = FakeCuda()
-        executor = executor_of(cuda, arrival=1.0, timeout=0.1, startup_timeout=50.0, startup_steps=starting)
+        executor = executor_of(cuda, timeout=0.1, startup_timeout=50.0, startup_steps=starting)
         for step in range(starting - first):
             executor.step(step)
         cuda.compute.hang()
@@ -249,8 +221,13 @@ def test_only_the_first_steps_have_the_longer_timeout(starting: int) -> None:
     assert clocks[0] > 50 > 1 > clocks[1]
 
 
-def instruction(text: str) -> Instruction:
-    return Instruction(Action.parse(text), None, None, split=True, completes_stage=False, peer=None)
+def instruction(text: str, peer: int | None = None) -> Instruction:
+    return Instruction(Action.parse(text), None, None, split=True, completes_stage=False, peer=peer)
+
+
+def events(cuda: FakeCuda) -> tuple[FakeEvent, FakeEvent]:
+    """Those of the start and of the end of an action."""
+    return cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
 
 
 class Ticking:
@@ -276,7 +253,7 @@ def queued_actions(every: int, timeout: float, checks: list[int]) -> tuple[Queue
     ticking = Ticking(every)
     queued = Queued(2, lambda: checks.append(1), ticking)
     for text in ("0F0", "0F1", "0F2"):
-        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start, end = events(cuda)
         start.record(cuda.compute)
         ticking.gates.append(cuda.compute.hang())
         end.record(cuda.compute)
@@ -289,13 +266,12 @@ def test_while_the_device_waits_for_a_rank_the_progress_names_it() -> None:
     seen: list[int | None] = []
     clock = HostOfDevice(cuda)
     queued = Queued(9, lambda: seen.append(progress.waiting_for), clock, progress)
-    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    start, end = events(cuda)
     arrive = cuda.compute.hang()
     start.record(cuda.compute)
     compute = cuda.compute.hang()
     end.record(cuda.compute)
-    remote = Instruction(Action.parse("3F0"), None, None, split=True, completes_stage=False, peer=7)
-    queued.add(QueuedWork(0, 0, remote, start, end, Patience(0.05)))
+    queued.add(QueuedWork(0, 0, instruction("3F0", peer=7), start, end, Patience(0.05)))
     with pytest.raises(Overdue):
         queued.finish(0)
     assert set(seen) == {7}
@@ -318,7 +294,6 @@ def test_every_action_has_its_own_timeout() -> None:
     assert len(queued) == 0
     assert ticking.seconds >= 18 > 9
     assert len(checks) == ticking.seconds  # other failures are checked at every pause
-    assert len(bounds) == 3
     assert bounds == [6.0, 12.0, 18.0]  # the last vain polls
 
 
@@ -326,22 +301,16 @@ def test_an_action_that_takes_longer_is_overdue() -> None:
     queued, ticking = queued_actions(every=20, timeout=9.0, checks=[])
     with pytest.raises(Overdue) as found:
         queued.finish(0)
-    instruction = found.value.work.instruction
-    assert instruction is not None
-    assert str(instruction.action) == "0F0"
+    assert found.value.work.instruction == instruction("0F0")
     assert found.value.started
     assert ticking.seconds == 10
 
 
 def test_a_failure_elsewhere_ends_the_wait() -> None:
     queued, _ = queued_actions(every=20, timeout=9.0, checks=[])
-    queued._check = fail
+    queued._check = Mock(side_effect=ConnectionError("an earlier send"))
     with pytest.raises(ConnectionError, match="an earlier send"):
         queued.finish(0)
-
-
-def fail() -> None:
-    raise ConnectionError("an earlier send")
 
 
 def test_times_on_the_cpu_are_the_clocks() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.functions import Function
 from support.nested_model import NestedModel, reference
 from support.plans import random_plan
 from support.trained import Remembering, train_in_threads
@@ -51,25 +52,12 @@ def test_training_and_evaluation_have_the_same_losses(replicas: int) -> None:
     assert evaluations[1] < evaluations[0]
 
 
-class Silent(nn.Module):
-    """Passes on nothing."""
-
-    def forward(self, x: Tensor) -> None:
-        return None
-
-
-class Speaking(nn.Linear):
-    """Needs no input."""
-
-    def forward(self, nothing: None) -> Tensor:  # type: ignore[override]
-        return super().forward(torch.ones(1, self.in_features))
-
-
 class Nothing(Remembering):
     """Its stages pass on None."""
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
-        self.built.append(nn.Sequential(Speaking(3, 2)) if stage == n_stages - 1 else nn.Sequential(Silent()))
+        last = Function(lambda self, _: self.linear(torch.ones(1, 3)), linear=nn.Linear(3, 2))
+        self.built.append(last if stage == n_stages - 1 else Function(lambda *_: None))
         return self.built[-1]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

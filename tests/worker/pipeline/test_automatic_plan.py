@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -40,26 +39,14 @@ def planned(layers: Any, *, p: int = P, replicas: int = 1, **changed: Any) -> li
         "timeout": 300.0,
         **changed,
     }
-    with ThreadPoolExecutor(p * replicas) as pool:
-        ranks = [
-            pool.submit(
-                lambda rank: plan_layers(
-                    as_layered(layers), transport=hub.transport(rank), device=CPU, **arguments
-                ),
-                rank,
-            )
-            for rank in range(p * replicas)
-        ]
-    return [rank.result() for rank in ranks]
+    return hub.run(lambda rank: plan_layers(as_layered(layers), transport=rank, device=CPU, **arguments))
 
 
 def layers_of(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(count)]
 
 
-def test_every_rank_gets_one_plan_of_all_layers_which_stay_as_they_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_rank_gets_one_plan_of_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
     layers = layers_of(6)
     before = copy.deepcopy(nn.Sequential(*layers).state_dict())
     torch.manual_seed(3)
@@ -70,9 +57,7 @@ def test_every_rank_gets_one_plan_of_all_layers_which_stay_as_they_are(
     assert plan.problem.microbatches == MICROBATCHES
     assert plan.problem.model is not None
     assert [name for names in plan.problem.model.partition for name in names] == list("012345")
-    assert {name: t.tolist() for name, t in nn.Sequential(*layers).state_dict().items()} == {
-        name: t.tolist() for name, t in before.items()
-    }
+    torch.testing.assert_close(nn.Sequential(*layers).state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
     said = capsys.readouterr().err
     assert "measuring 6 layers on 2 ranks," in said
@@ -111,9 +96,8 @@ def test_without_the_planner_every_rank_learns_how_to_get_one(monkeypatch: pytes
         raise ModuleNotFoundError("No module named 'numba'", name="numba")
 
     monkeypatch.setattr(automatic_plan, "_planned_here", missing)
-    with pytest.raises(
-        InvalidRun, match=r"needs numba, which is not installed\. Install zbv\[solver\], or pass"
-    ):
+    said = r"needs numba, which is not installed\. Install zbv\[solver\], or pass"
+    with pytest.raises(InvalidRun, match=said):
         planned(layers_of(3))
 
 

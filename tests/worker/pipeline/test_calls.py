@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.small_pipeline import ROWS, batch, model
-from support.thread_pipeline import on_ranks, plan_of
+from support.thread_pipeline import on_ranks, plan_of, rank_of, returned
 from torch import Tensor, nn
 from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, WorkerError
 from zbv_worker.pipeline.pipeline import Pipeline
@@ -18,18 +18,16 @@ PLACES = [(2, "single"), (2, "v"), (4, "single")]
 mse = nn.functional.mse_loss
 
 
-def outcomes(
-    program: Callable[[Pipeline, int], Any], ranks: int, placement: str, replicas: int = 1
-) -> list[Any]:
+def outcomes(program: Callable[[Pipeline, int], Any], ranks: int, kind: str, replicas: int = 1) -> list[Any]:
     """What a program returns or raises on every rank; two batches are known before it."""
 
     def run(pipe: Pipeline) -> Any:
         for rows in (ROWS, 2 * ROWS):
             pipe.step(*batch(rows=rows))
             pipe.evaluate(*batch(rows=rows))
-        return program(pipe, pipe._transport.rank)
+        return program(pipe, rank_of(pipe))
 
-    return on_ranks(plan_of(ranks, placement), model, mse, run, replicas=replicas)
+    return on_ranks(plan_of(ranks, kind), model, mse, run, replicas=replicas)
 
 
 def require_told(found: list[Any]) -> None:
@@ -101,18 +99,11 @@ def test_parts_of_batches_of_other_sizes_are_refused_in_the_first_call(ranks: in
     """The ranks have nothing in common but the number of rows."""
 
     def program(pipe: Pipeline) -> None:
-        rank = pipe._transport.rank
-        inputs = batch()[0] if rank == 0 else None
-        targets = batch(rows=2 * ROWS)[1] if rank == ranks - 1 else None
-        if rank in (0, ranks - 1):
-            pipe.step(inputs, targets)
-        else:
-            pipe.step()
+        rank = rank_of(pipe)
+        pipe.step(batch()[0] if rank == 0 else None, batch(rows=2 * ROWS)[1] if rank == ranks - 1 else None)
 
     found = on_ranks(plan_of(ranks, "single"), model, mse, program)  # in a V, one rank has both
-    assert all(isinstance(each, WorkerError) and not isinstance(each, ChannelTimeout) for each in found), (
-        found
-    )
+    assert all(isinstance(e, WorkerError) and not isinstance(e, ChannelTimeout) for e in found), found
 
 
 def test_a_batch_that_one_rank_refuses_is_refused_by_all() -> None:
@@ -144,7 +135,7 @@ def test_shapes_change_only_if_all_ranks_see_them_or_one_has_all_data(data_rank:
 
     def program(pipe: Pipeline) -> None:
         for rows in (ROWS, ROWS, ROWS // 2):
-            pipe.step(*(() if pipe._transport.rank else batch(rows=rows)))
+            pipe.step(*(() if rank_of(pipe) else batch(rows=rows)))
 
     found = on_ranks(plan_of(2, "v"), model, mse, program, data_rank=data_rank)
     if data_rank is None:
@@ -174,7 +165,7 @@ def test_what_a_rank_does_not_use_may_differ(place: tuple[int, str], kind: str) 
     """It takes the place of a batch, or inputs or targets are equal, so that all fit together."""
     ranks, placement = place
 
-    def program(pipe: Pipeline) -> bool:
+    def program(pipe: Pipeline) -> None:
         has_first, has_last = 0 in pipe.modules, max(pipe.modules) == len(pipe.modules) * ranks - 1
         for seed in range(2):
             inputs, targets = batch(seed=seed)
@@ -182,9 +173,8 @@ def test_what_a_rank_does_not_use_may_differ(place: tuple[int, str], kind: str) 
             given = inputs if has_first else other[0], targets if has_last else other[1]
             pipe.step(*given)
             pipe.evaluate(*given)
-        return True
 
-    assert on_ranks(plan_of(ranks, placement), model, mse, program) == [True] * ranks
+    returned(on_ranks(plan_of(ranks, placement), model, mse, program))
 
 
 def test_replicas_that_train_other_parameters_raise_an_error() -> None:
@@ -197,11 +187,10 @@ def test_replicas_that_train_other_parameters_raise_an_error() -> None:
 
 
 def test_replicas_train_on_other_batches_and_make_the_same_calls() -> None:
-    def same(pipe: Pipeline, rank: int) -> bool:
+    def same(pipe: Pipeline, rank: int) -> None:
         pipe.step(*batch(seed=rank % 2))
-        return True
 
-    assert outcomes(same, 2, "v", replicas=2) == [True] * 4
+    returned(outcomes(same, 2, "v", replicas=2))
 
     def other(pipe: Pipeline, rank: int) -> None:
         (pipe.evaluate if rank % 2 else pipe.step)(*batch())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ import torch
 from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.thread_pipeline import ConnectedHub
+from support.thread_transport import ThreadTransport
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.failures.failures import Failures
@@ -41,18 +41,19 @@ class World:
             plan = RankPlan.of("0" * 64, problem, orders, hub.layout.pp_rank(rank))
             prepared = Prepared(plan, {}, has_loss=False, keywords_by_rank=keywords)
             self._shared.append(SharedData(options, prepared, transport, Failures(transport, 60, 60)))
-        self._pool = ThreadPoolExecutor(len(ranks))
+        self._run = hub.run
 
     def exchange(self, batches: dict[int, list[Microbatch]]) -> list[Any]:
         """What the ranks get, or their errors."""
 
-        def run(rank: int) -> Any:
+        def run(transport: ThreadTransport) -> Any:
+            rank = transport.rank
             try:
                 return self._shared[rank].exchange(rank in batches, lambda: batches[rank], equal=False)
             except InvalidRun as error:
                 return str(error)
 
-        return list(self._pool.map(run, range(len(self._shared))))
+        return self._run(run)
 
 
 def microbatches(seed: int = 0) -> list[Microbatch]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import zbv_worker as zbv
+from support.gradients import gradients, train_plainly
 from support.small_pipeline import ROWS, WIDTH, batch, flat_gradients, model, planned
 from torch import Tensor, nn
 from torch.nn import functional as nnf
@@ -38,30 +38,13 @@ def positive(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return (output - target).square().sum(1)[rows].sum(), rows.sum()
 
 
-def mean_of_positive(output: Tensor, target: Tensor) -> Tensor:
-    total, weight = positive(output, target)
-    return total / weight
-
-
-LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
-    "mean": (nnf.mse_loss, nnf.mse_loss),
-    "pair": (positive, mean_of_positive),
-}
-
-
-def gradients(module: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in module.parameters()]
-
-
 def test_the_gradient_of_inputs_reaches_the_module_that_made_them(plan: Plan) -> None:
     """In several steps, and in steps between whose inputs need none."""
     inputs, targets = batch()
     reference, plain, layers, own = model(), outer(), model(), outer()
     with zbv.Pipeline(plan, layers, positive) as pipe:
         for has_graph in (True, False, True):
-            torch.autograd.backward(
-                mean_of_positive(reference(plain(inputs) if has_graph else inputs), targets)
-            )
+            train_plainly(reference, positive, (plain(inputs) if has_graph else inputs, targets))
             pipe.step(own(inputs) if has_graph else inputs, targets)
         torch.testing.assert_close(gradients(own), gradients(plain))
         torch.testing.assert_close(gradients(layers), gradients(reference))
@@ -71,7 +54,7 @@ def test_a_leaf_gets_the_gradient_of_the_whole_batch(plan: Plan) -> None:
     inputs, targets = batch()
     expected, leaf = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
     layers = model().requires_grad_(False)  # saliency: nothing else is trained
-    torch.autograd.backward(mean_of_positive(layers(expected), targets))
+    train_plainly(layers, positive, (expected, targets))
     with zbv.Pipeline(plan, layers, positive) as pipe:
         loss_before = pipe.evaluate(leaf, targets)
         assert leaf.grad is None
@@ -95,7 +78,7 @@ def test_nested_inputs(plan: Plan) -> None:
 
     inputs, targets = batch()
     whole = torch.tensor(1.5)
-    found: list[list[Tensor | None]] = []
+    found: list[Any] = []
     for is_pipelined in (False, True):
         module, scale, made = layers(), whole.clone().requires_grad_(), outer()
         given = ({"x": made(inputs), "noise": [torch.ones(ROWS, WIDTH, dtype=torch.int64)]}, scale)
@@ -103,15 +86,15 @@ def test_nested_inputs(plan: Plan) -> None:
             with zbv.Pipeline(plan, module, nnf.mse_loss) as pipe:
                 pipe.step(given, targets)
         else:
-            torch.autograd.backward(nnf.mse_loss(module[1:](module[0](*given)), targets))
-        found.append([*gradients(made), scale.grad, *gradients(module)])
+            train_plainly(module[1:], nnf.mse_loss, (module[0](*given), targets))
+        found.append([gradients(made), scale.grad, gradients(module)])
     torch.testing.assert_close(found[1], found[0])
 
 
 def test_microbatches_with_one_graph_and_with_their_own(plan: Plan) -> None:
     inputs, targets = batch()
     plain, shared, single = outer(), outer(), outer()
-    torch.autograd.backward(nnf.mse_loss(model()(plain(inputs)), targets))
+    train_plainly(model(), nnf.mse_loss, (plain(inputs), targets))
     parts = [*zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)]
     with zbv.Pipeline(plan, model(), nnf.mse_loss) as pipe:
         made = shared(inputs).chunk(MICROBATCHES)
@@ -140,8 +123,7 @@ def test_a_first_step_that_runs_twice_adds_gradients_once(plan: Plan) -> None:
     middle = nn.Linear.forward(first, plain(inputs))
     loss = nnf.mse_loss(nn.Sequential(*rest())(middle), targets) + 0.1 * middle.square().mean()
     torch.autograd.backward(loss)
-    expected = first.weight.grad
-    assert expected is not None
+    expected: Any = first.weight.grad
     first.weight.grad = kept = torch.ones(WIDTH, WIDTH)
     with zbv.Pipeline(plan, [first, *rest()], summed) as pipe:
         pipe.step(own(inputs), targets)
@@ -169,36 +151,27 @@ def test_targets_and_keywords_with_a_graph_are_refused(plan: Plan, part: str) ->
     assert leaf.grad is None
 
 
-def other_strides(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        if parameter.dim() == 2:
-            parameter.grad = torch.zeros(parameter.shape[::-1], dtype=parameter.dtype).t()
-
-
 @pytest.mark.parametrize(
-    ("kind", "dtype", "zero"),
+    ("loss", "dtype", "zero"),
     [
-        ("mean", torch.float32, "keep"),
-        ("pair", torch.float32, "in place"),
-        ("mean", torch.bfloat16, "never"),
-        ("pair", torch.bfloat16, "keep"),
+        (nnf.mse_loss, torch.float32, "keep"),
+        (positive, torch.float32, "in place"),
+        (nnf.mse_loss, torch.bfloat16, "never"),
+        (positive, torch.bfloat16, "keep"),
     ],
 )
-def test_gradients_stay_in_the_memory_of_the_user(
-    plan: Plan, kind: str, dtype: torch.dtype, zero: str
-) -> None:
-    loss, whole = LOSSES[kind]
+def test_gradients_stay_in_memory_of_the_user(plan: Plan, loss: Any, dtype: torch.dtype, zero: str) -> None:
     layers, reference = model().to(dtype), model()
     flat, expected = flat_gradients([*layers.parameters()]), flat_gradients([*reference.parameters()])
     tensors = gradients(layers)
     with zbv.Pipeline(plan, layers, loss) as pipe:
         for step in range(3):
             inputs, targets = batch(step)
-            torch.autograd.backward(whole(reference(inputs), targets))
+            train_plainly(reference, loss, (inputs, targets))
             pipe.step(inputs.to(dtype), targets.to(dtype))
-            assert all(now is before for now, before in zip(gradients(layers), tensors, strict=True))
-            tolerance = {} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
-            torch.testing.assert_close(flat.float(), expected, **tolerance)  # type: ignore[arg-type]
+            assert all(now is tensors[name] for name, now in gradients(layers).items())
+            tolerance = None if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(flat.float(), expected, rtol=tolerance, atol=tolerance)
             if zero != "never":
                 expected.zero_()
                 (flat.zero_ if zero == "keep" else lambda: layers.zero_grad(set_to_none=False))()
@@ -206,14 +179,15 @@ def test_gradients_stay_in_the_memory_of_the_user(
 
 def test_gradients_with_other_strides_and_only_some_of_them(plan: Plan) -> None:
     layers, reference = model(), model()
-    other_strides(layers)
+    for parameter in layers.parameters():
+        if parameter.dim() == 2:
+            parameter.grad = torch.zeros(parameter.shape[::-1]).t()
     tensors = gradients(layers)
     with zbv.Pipeline(plan, layers, positive) as pipe:
         for step in range(2):
-            torch.autograd.backward(mean_of_positive(reference(batch(step)[0]), batch(step)[1]))
+            train_plainly(reference, positive, batch(step))
             pipe.step(*batch(step))
-        for now, before in zip(gradients(layers), tensors, strict=True):
-            assert before is None or now is before
+        assert all(tensors[name] in (None, now) for name, now in gradients(layers).items())
         torch.testing.assert_close(gradients(layers), gradients(reference))
 
 
@@ -230,26 +204,22 @@ def test_the_user_may_choose_the_dtype_of_gradients(
         parameter.grad_dtype = of_gradient
     with zbv.Pipeline(plan, layers, nnf.mse_loss) as pipe:
         for _ in range(2):
-            torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
+            train_plainly(reference, nnf.mse_loss, (inputs, targets))
             pipe.step(inputs, targets)
     torch.testing.assert_close(gradients(layers), gradients(reference), rtol=3e-2, atol=3e-2)
 
 
 def test_modes_without_gradients_leave_nothing_behind(plan: Plan) -> None:
     """Evaluations and whole pipelines in inference mode, then training with batches that were made in it."""
-
-    def built(at: int) -> nn.Module:
-        return model()[at]
-
     reference = model()
     with torch.inference_mode():
         inputs, targets = batch()
-        pipe = zbv.Pipeline(plan, [partial(built, at) for at in range(4)], nnf.mse_loss)
+        pipe = zbv.Pipeline(plan, [partial(lambda at: model()[at], at) for at in range(4)], nnf.mse_loss)
         first = pipe.evaluate(inputs, targets)
         state = pipe.full_state_dict()
         assert state is not None
-        pipe.load_state_dict({f"{name}": value for name, value in reference.state_dict().items()})
-    torch.autograd.backward(nnf.mse_loss(reference(inputs.clone()), targets.clone()))
+        pipe.load_state_dict(reference.state_dict())
+    train_plainly(reference, nnf.mse_loss, (inputs.clone(), targets.clone()))
     with pipe:
         for context in (torch.inference_mode, torch.no_grad):
             with context():
@@ -257,8 +227,7 @@ def test_modes_without_gradients_leave_nothing_behind(plan: Plan) -> None:
         loss = pipe.step(inputs, targets)
         assert not loss.is_inference()
         torch.testing.assert_close(loss, first)
-        found = [parameter.grad for parameter in pipe.parameters()]
-        torch.testing.assert_close(found, gradients(reference))
+        torch.testing.assert_close(gradients(pipe), gradients(reference))
         with torch.inference_mode():
             pipe.clip_grad_norm_(1.0)
         pipe.step(inputs, targets)

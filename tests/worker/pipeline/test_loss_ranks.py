@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import require_gradients, train_plainly
 from support.small_pipeline import ROWS, WIDTH, batch, flat_gradients, model
-from support.thread_pipeline import on_ranks, plan_of, returned
+from support.thread_pipeline import on_ranks, plan_of, rank_of, returned
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_worker import Pipeline
@@ -34,11 +35,9 @@ class Scaled(nn.Module):
         return (self.scale * output - target).square().sum(1)[rows].sum(), rows.sum()
 
 
-def run(
-    placement: str, program: Callable[[Pipeline], Any], loss: Any = nnf.mse_loss, **more: Any
-) -> list[Any]:
+def run(kind: str, program: Callable[[Pipeline], Any], loss: Any = nnf.mse_loss, **more: Any) -> list[Any]:
     """What a program returns or raises on every rank."""
-    return on_ranks(plan_of(RANKS, placement), more.pop("layers", model), loss, program, **more)
+    return on_ranks(plan_of(RANKS, kind), more.pop("layers", model), loss, program, **more)
 
 
 def part(pipe: Pipeline, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -51,20 +50,7 @@ def part(pipe: Pipeline, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def train_alone(layers: nn.Module, loss: Callable[..., Any], replicas: int) -> None:
     """Two steps of plain autograd on the whole batches."""
-    for seed in (1, 2):
-        inputs, targets = batch(seed, ROWS * replicas)
-        found = loss(layers(inputs), targets)
-        torch.autograd.backward(found[0] / found[1] if isinstance(found, tuple) else found)
-
-
-def require_gradients(pipe: Pipeline, *references: tuple[str, nn.Module]) -> None:
-    """Require the gradients of modules with these prefixes."""
-    for prefix, module in references:
-        for name, parameter in module.named_parameters(prefix, remove_duplicate=False):
-            own = dict(pipe.named_parameters()).get(name)
-            assert own is None or own.grad is not None
-            if own is not None:
-                torch.testing.assert_close(own.grad, parameter.grad, rtol=1e-4, atol=1e-5)
+    train_plainly(layers, loss, *(batch(seed, ROWS * replicas) for seed in (1, 2)))
 
 
 @each_placement
@@ -77,8 +63,8 @@ def test_parameters_of_a_loss_are_those_of_the_rank_with_the_last_layer(
     reference, losses = model(), list[Scaled]()
     plain = Scaled(reference[0] if is_tied else None)
     train_alone(reference, plain, replicas)
-    together = {id(p): p.grad for module in (reference, plain) for p in module.parameters()}
-    norm = nn.utils.get_total_norm([gradient for gradient in together.values() if gradient is not None])
+    together = nn.Sequential(reference, plain)
+    norm = nn.utils.get_total_norm([p.grad for p in together.parameters() if p.grad is not None])
 
     def loss_of(layers: Any) -> Scaled:
         losses.append(Scaled(layers[0] if is_tied else None))
@@ -92,7 +78,8 @@ def test_parameters_of_a_loss_are_those_of_the_rank_with_the_last_layer(
         tensors = [parameter.grad for parameter in parameters]
         for seed in (1, 2):
             pipe.step(*part(pipe, seed))
-        require_gradients(pipe, ("", reference), ("loss", plain))
+        require_gradients(pipe, reference, rtol=1e-4, atol=1e-5)
+        require_gradients(pipe, nn.ModuleDict({"loss": plain}), rtol=1e-4, atol=1e-5)
         assert all(p.grad is tensor for p, tensor in zip(parameters, tensors, strict=True))
         assert flat.any()
         torch.testing.assert_close(pipe.clip_grad_norm_(1e9), norm)
@@ -126,7 +113,7 @@ def test_gradients_of_a_weight_on_both_ranks_stay_in_the_memory_of_the_user(repl
             parameter.grad = own[name]
         for seed in (1, 2):
             pipe.step(*part(pipe, seed))
-        require_gradients(pipe, ("", reference))
+        require_gradients(pipe, reference, rtol=1e-4, atol=1e-5)
         assert all(parameter.grad is own[name] for name, parameter in pipe.named_parameters())
 
     returned(run("single", program, layers=tied, replicas=replicas))
@@ -138,12 +125,10 @@ def test_inputs_with_a_graph_get_their_gradient_on_the_rank_with_the_first_layer
     plain = nn.Linear(WIDTH, WIDTH)
     outer = [copy.deepcopy(plain) for _ in range(RANKS * replicas)]
     inputs, targets = batch(1, ROWS * replicas)
-    total, weight = Scaled()(model()(plain(inputs)), targets)
-    torch.autograd.backward(total / weight)
+    train_plainly(model(), Scaled(), (plain(inputs), targets))
 
     def program(pipe: Pipeline) -> Tensor | None:
-        transport: Any = pipe._transport
-        own, (mine, goals) = outer[transport.rank], part(pipe)
+        own, (mine, goals) = outer[rank_of(pipe)], part(pipe)
         pipe.step(own(mine) if 0 in pipe.modules else None, goals)
         gradient = own.weight.grad
         return None if gradient is None else gradient.clone()
@@ -163,13 +148,11 @@ def test_inputs_of_the_data_rank_get_their_gradient_if_it_has_the_first_layer() 
     plain, own = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
     own.load_state_dict(plain.state_dict())
     inputs, targets = batch()
-    torch.autograd.backward(nnf.mse_loss(model()(plain(inputs)), targets))
+    train_plainly(model(), nnf.mse_loss, (plain(inputs), targets))
     for source in range(RANKS):
 
         def program(pipe: Pipeline, source: int = source) -> None:
-            transport: Any = pipe._transport
-            has_data = transport.rank == source
-            given = (own(inputs), targets) if has_data else ()
+            given = (own(inputs), targets) if rank_of(pipe) == source else ()
             if source:
                 with pytest.raises(Exception, match=WRONG_PLACE):
                     pipe.step(*given)

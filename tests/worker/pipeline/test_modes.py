@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
+from support.gradients import train_plainly
 from torch import nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
@@ -106,14 +107,12 @@ def test_modules_that_change_themselves_for_an_evaluation_train_as_before(plan: 
     own: list[nn.Module] = [nn.Sequential(Merging()), Merging().eval(), Merging()]
     whole = nn.Sequential(*copy.deepcopy(own))
     x = torch.randn(4, 4)
-    torch.autograd.backward(nnf.mse_loss(whole(x), x))
+    loss = train_plainly(whole, nnf.mse_loss, (x, x))
     with zbv.Pipeline(plan, own, nnf.mse_loss) as pipe:
-        torch.testing.assert_close(pipe.evaluate(x, x), nnf.mse_loss(whole(x), x).detach())
+        torch.testing.assert_close(pipe.evaluate(x, x), loss)
         pipe.step(x, x)
-    for layer, other in zip(own, whole, strict=True):
-        for parameter, expected in zip(layer.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(parameter, expected)
-            torch.testing.assert_close(parameter.grad, expected.grad)
+    for mine, expected in zip(nn.Sequential(*own).parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close((mine, mine.grad), (expected, expected.grad))
 
 
 @pytest.mark.parametrize("form", ["modules", "object"])
@@ -126,12 +125,10 @@ def test_planning_layers_changes_nothing_of_them(form: str) -> None:
     with zbv.Pipeline(None, own, nnf.mse_loss, microbatches=2, example=(x, x)):
         assert torch.equal(state, torch.get_rng_state())
         for module, untouched in zip(modules, whole, strict=True):
-            for name, tensor in untouched.state_dict().items():
-                torch.testing.assert_close(module.state_dict()[name], tensor, rtol=0, atol=0)
-            assert [each.training for each in module.modules()] == [
-                each.training for each in untouched.modules()
-            ]
-            assert [p.requires_grad for p in module.parameters()] == [
-                p.requires_grad for p in untouched.parameters()
-            ]
+            torch.testing.assert_close(module.state_dict(), untouched.state_dict(), rtol=0, atol=0)
+            modes, frozen = (
+                [[each.training for each in it.modules()] for it in (module, untouched)],
+                [[p.requires_grad for p in it.parameters()] for it in (module, untouched)],
+            )
+            assert (modes[0], frozen[0]) == (modes[1], frozen[1])
             assert all(parameter.grad is None for parameter in module.parameters())

@@ -11,17 +11,25 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import zbv_worker as zbv
+from support.gradients import train_plainly
 from support.processes import DEADLINE, wait_until
 from torch import nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
+
+
+def join() -> None:
+    """Make a default process group, as the user may."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +48,13 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tenso
     return torch.arange(4), torch.ones(4, 2, dtype=dtype)
 
 
-def interrupted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    raise KeyboardInterrupt
-
-
 def require_plain(layers: nn.Sequential) -> None:
     """The modules have torch's classes, can be copied and saved, and accumulate into ``.grad``."""
     assert [type(layer) for layer in layers] == [nn.Embedding, nn.Linear, nn.Linear]
     assert vars(layers[1]).keys() == vars(nn.Linear(1, 1)).keys()
     torch.save(copy.deepcopy(layers), io.BytesIO())
     layers.zero_grad()
-    inputs, targets = batch(layers.get_parameter("1.weight").dtype)
-    torch.autograd.backward(nnf.mse_loss(layers(inputs), targets))
+    train_plainly(layers, nnf.mse_loss, batch(layers.get_parameter("1.weight").dtype))
     for parameter in layers.parameters():
         assert parameter.grad is not None
         assert not vars(parameter)
@@ -67,20 +70,19 @@ def test_layers_of_a_closed_pipeline_are_ordinary_modules(plan: Plan, dtype: tor
 
 def test_layers_of_a_failed_pipeline_are_ordinary_modules(plan: Plan) -> None:
     layers = model()
-    pipe = zbv.Pipeline(plan, layers, loss=interrupted)
+    pipe = zbv.Pipeline(plan, layers, loss=mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         pipe.step(*batch())
     require_plain(layers)
 
 
 def test_an_error_after_close_is_only_raised(plan: Plan) -> None:
+    def closed(pipe: zbv.Pipeline) -> Exception:
+        pipe.close()
+        return ZeroDivisionError()
+
     with pytest.raises(ZeroDivisionError), zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
-        raise _closed(pipe)
-
-
-def _closed(pipe: zbv.Pipeline) -> Exception:
-    pipe.close()
-    return ZeroDivisionError()
+        raise closed(pipe)
 
 
 def test_a_dropped_pipeline_is_freed(plan: Plan) -> None:
@@ -122,8 +124,7 @@ def test_threads_of_torch_end_with_the_pipeline(plan: Plan) -> None:
 @pytest.mark.usefixtures("no_collection")
 def test_threads_of_torch_end_where_the_user_has_destroyed_all_groups_before() -> None:
     before = threads()
-    store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    join()
     transport = connect(World(0, 1, 0), "gloo", torch.device("cpu"), 60.0)
     dist.destroy_process_group()
     transport.close()
@@ -155,8 +156,7 @@ def test_pipelines_close_in_any_order(plan: Plan) -> None:
 
 
 def test_the_default_group_of_the_user_outlives_pipelines(plan: Plan) -> None:
-    store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    join()
     for _ in range(2):
         with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
             pipe.step(*batch())

@@ -38,9 +38,8 @@ def loss_sum(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, 
 
 @pytest.fixture
 def pipe() -> Iterator[zbv.Pipeline]:
-    made = zbv.Pipeline(
-        "per-step", [nn.Linear(2, 2), nn.Linear(2, 2)], loss_sum, problem=PROBLEM, shape_of=shape_of
-    )
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    made = zbv.Pipeline("per-step", layers, loss_sum, problem=PROBLEM, shape_of=shape_of)
     with suppress(zbv.WorkerError), made:
         yield made
 

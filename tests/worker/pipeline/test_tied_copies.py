@@ -134,6 +134,24 @@ def merged(ranks: list[Any]) -> dict[str, Tensor]:
     return {name: value for found in returned(ranks) for name, value in found.items()}
 
 
+def run(place: tuple[int, str], layers: Any, program: Callable[[Pipeline], Any], **more: Any) -> list[Any]:
+    """What a program returns or raises on every rank, each with its own layers."""
+    return on_ranks(plan_of(*place), lambda: copy.deepcopy(layers), loss, program, **more)
+
+
+def sgd(pipe: Pipeline) -> dict[str, Tensor]:
+    return train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+
+
+def alone_with_sgd(layers: dict[str, nn.Module]) -> dict[str, Tensor]:
+    return alone(layers, lambda named: [p for _, p in named], lambda made: torch.optim.SGD(made, lr=0.1))
+
+
+def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(len(PLACEMENTS)))
 def test_random_ties_train_as_in_one_process(seed: int) -> None:
     """Sets of ties, groups and frozen parameters by name, optimizers, placements and replicas."""
@@ -152,13 +170,9 @@ def test_random_ties_train_as_in_one_process(seed: int) -> None:
     def program(pipe: Pipeline) -> dict[str, Tensor]:
         return train(pipe, optimizer(groups(list(pipe.named_parameters()))))
 
-    expected = alone(layers, groups, optimizer)
     ranks, placement, replicas = PLACEMENTS[seed]
-    plan = plan_of(ranks, placement)
-    found = merged(on_ranks(plan, lambda: copy.deepcopy(layers), loss, program, replicas=replicas))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    found = merged(run((ranks, placement), layers, program, replicas=replicas))
+    require_equal(found, alone(layers, groups, optimizer))
     for first, second in ties:
         assert torch.equal(found[first], found[second])
 
@@ -190,23 +204,13 @@ def of_parts(layers: dict[str, Any]) -> dict[str, Any]:
         ("v", of_parts, False),
     ],
 )
-def test_functions_may_share_parameters_of_existing_modules(
-    placement: str, form: Callable[[Any], Any], sparse: bool
-) -> None:
+def test_functions_may_share_parameters(placement: str, form: Callable[[Any], Any], sparse: bool) -> None:
     """On the same rank or not, and with the gradient of a sparse embedding."""
     layers: dict[str, Any] = layers_of(0)
     layers["embedding"].sparse = sparse
     layers["head"] = tied_head(layers["embedding"])
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    expected = alone(layers, lambda named: [p for _, p in named], sgd)
-
-    def program(pipe: Pipeline) -> dict[str, Tensor]:
-        return train(pipe, sgd(pipe.parameters()))
-
-    plan = plan_of(2, placement)
-    found = merged(on_ranks(plan, lambda: form(copy.deepcopy(layers)), loss, program))
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    found = on_ranks(plan_of(2, placement), lambda: form(copy.deepcopy(layers)), loss, sgd)
+    require_equal(merged(found), alone_with_sgd(layers))
 
 
 def by_index(pipe: Pipeline) -> torch.optim.Optimizer:
@@ -221,10 +225,8 @@ def by_class(pipe: Pipeline) -> torch.optim.Optimizer:
     modules = [module for stage in pipe.modules.values() for module in stage.modules()]
     decaying = {p: None for m in modules if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
     others = [parameter for parameter in pipe.parameters() if parameter not in decaying]
-    groups: list[dict[str, Any]]
-    groups = [{"params": list(decaying), "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
-    chosen = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(chosen)
+    decays = ((list(decaying), 0.5), (others, 0.0))
+    return torch.optim.AdamW([{"params": some, "weight_decay": decay} for some, decay in decays if some])
 
 
 def another_optimizer(pipe: Pipeline) -> torch.optim.Optimizer:
@@ -299,7 +301,7 @@ def test_copies_that_are_treated_differently_are_refused_with_the_reason(way: st
         def program(pipe: Pipeline, steps: int = steps) -> dict[str, Tensor]:
             return train(pipe, prepared(pipe), steps)
 
-        found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program)
+        found = run((2, "single"), layers, program)
         refusals = [str(each) for each in found if isinstance(each, InvalidRun)]
         assert refusals
         assert all(isinstance(each, InvalidRun | PeerLost) for each in found)
@@ -334,7 +336,7 @@ def test_rounding_of_a_copy_does_not_add_up() -> None:
         pipe.evaluate(*batch(0))
         return values(names_of(pipe))
 
-    found = merged(on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program))
+    found = merged(run((2, "single"), layers, program))
     assert torch.equal(found["embedding.weight"], found["head.weight"])
 
 
@@ -353,9 +355,8 @@ def test_every_use_of_the_parameters_compares_the_copies(call: str, tmp_path: Pa
             pipe.checkpoints(tmp_path, made).save(1)
         raise AssertionError("unlike copies were used")
 
-    found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program)
-    assert {type(each) for each in found} <= {InvalidRun, PeerLost}
-    assert InvalidRun in map(type, found)
+    found = {type(each) for each in run((2, "single"), layers, program)}
+    assert InvalidRun in found <= {InvalidRun, PeerLost}
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 2), (3, 0)])
@@ -375,23 +376,14 @@ def test_a_run_goes_on_with_other_ranks_and_placements(order: tuple[int, int], t
         return values(names_of(pipe))
 
     for at, until in zip(order, (2, STEPS), strict=True):
-        ranks, placement = [(2, "single"), (2, "v"), (4, "single"), (1, "v")][at]
-        found = on_ranks(
-            plan_of(ranks, placement),
-            lambda: copy.deepcopy(layers),
-            loss,
-            partial(program, until=until),
-        )
-        whole = merged(found)
-    for name, value in alone(layers, groups, OPTIMIZERS["adamw"]).items():
-        torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        place = [(2, "single"), (2, "v"), (4, "single"), (1, "v")][at]
+        whole = merged(run(place, layers, partial(program, until=until)))
+    require_equal(whole, alone(layers, groups, OPTIMIZERS["adamw"]))
 
 
 def test_a_state_dict_needs_one_name_of_a_tied_parameter_and_must_not_have_two_values() -> None:
     layers = layers_of(1, [("embedding.weight", "block.3.1.weight"), ("embedding.weight", "head.weight")])
-    state = {
-        f"{layer}.{name}": value for layer, m in layers.items() for name, value in m.state_dict().items()
-    }
+    state = {f"{layer}.{name}": x for layer, m in layers.items() for name, x in m.state_dict().items()}
     new = torch.full((WIDTH, WIDTH), 0.5)
     names = ("embedding.weight", "block.3.1.weight", "head.weight")
     for kept in names:
@@ -405,7 +397,7 @@ def test_a_state_dict_needs_one_name_of_a_tied_parameter_and_must_not_have_two_v
             return values(names_of(pipe))
 
         for placement in ("single", *["v"] * (kept == "head.weight")):
-            found = merged(on_ranks(plan_of(2, placement), lambda: copy.deepcopy(layers), loss, program))
+            found = merged(run((2, placement), layers, program))
             assert all(torch.equal(found[name], new) for name in names)
 
 
@@ -416,14 +408,12 @@ def test_a_buffer_that_layers_on_different_ranks_share_must_not_change() -> None
 
         def program(pipe: Pipeline, frozen: bool = frozen) -> dict[str, Tensor]:
             made = torch.optim.SGD(pipe.parameters(), lr=0.1)
-            if frozen:
-                for stage in pipe.modules.values():
-                    for module in stage.modules():
-                        if isinstance(module, nn.BatchNorm1d):
-                            module.momentum = 0.0
+            for module in nn.ModuleList(pipe.modules.values()).modules() if frozen else ():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.momentum = 0.0
             return train(pipe, made, 2)
 
-        found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program)
+        found = run((2, "single"), layers, program)
         if frozen:
             assert torch.equal(merged(found)["a.weight"], merged(found)["c.weight"])
         else:
@@ -451,8 +441,7 @@ def test_layers_with_dots_in_their_names_may_state_their_ties(placement: str, te
         return {id(parameter) for parameter in tied.values()}, values(tied.items())
 
     layers = {f"block.{at}": partial(nn.Linear, WIDTH, WIDTH) for at in range(6)}
-    made, mse = partial(Stated, layers, 1), nn.functional.mse_loss
-    found = on_ranks(plan_of(2, placement), made, mse, program)
+    found = on_ranks(plan_of(2, placement), partial(Stated, layers, 1), nn.functional.mse_loss, program)
     assert len({identity for identities, _ in found for identity in identities}) == tensors
     first, second = merged([tied for _, tied in found]).values()
     assert torch.equal(first, second)
@@ -474,12 +463,6 @@ def test_a_parameter_of_another_rank_must_not_be_used_in_secret() -> None:
     layers = layers_of(1)
     layers["head"] = Borrowing(layers["embedding"])  # type: ignore[arg-type]  # is one
 
-    def program(pipe: Pipeline) -> dict[str, Tensor]:
-        return train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
-
     with pytest.raises(WorkerError, match=r"no layer of this rank has|uses embedding\.weight"):
-        merged(on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program))
-    expected = alone(layers, lambda named: [p for _, p in named], lambda ps: torch.optim.SGD(ps, lr=0.1))
-    found = merged(on_ranks(plan_of(2, "v"), lambda: copy.deepcopy(layers), loss, program))
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        merged(run((2, "single"), layers, sgd))
+    require_equal(merged(run((2, "v"), layers, sgd)), alone_with_sgd(layers))

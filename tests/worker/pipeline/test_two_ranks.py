@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
-from support.adapters import Adapted
+from support.functions import Adapted
+from support.gradients import require_gradients, train_plainly
 from support.small_pipeline import ROWS, WIDTH, batch, model
-from support.thread_pipeline import on_ranks, plan_of, returned
+from support.thread_pipeline import on_ranks, plan_of, rank_of, returned
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_worker import Pipeline
@@ -31,28 +32,16 @@ def run(
     return on_ranks(plan_of(2, "v", MICROBATCHES), layers, loss, program, **options)
 
 
-def rank_of(pipe: Pipeline) -> int:
-    return pipe._transport.rank
-
-
-def require_gradients(pipe: Pipeline, reference: nn.Module) -> None:
-    expected = dict(reference.named_parameters())
-    for name, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-5, atol=1e-6, msg=name)
-
-
 def test_gradients_losses_and_outputs_are_those_of_one_process() -> None:
     """Batches of two sizes, whose gradients add up, evaluations of a half, and a step that begins again."""
     steps: list[tuple[Any, ...]] = []
     for seed, rows in ((1, ROWS), (2, 2 * ROWS), (3, ROWS)):
         inputs, targets = batch(seed, rows)
         reference = model()
-        if seed == 2:  # after the first step
-            torch.autograd.backward(nnf.mse_loss(reference(steps[0][0]), steps[0][1]))
-        outputs = reference(inputs)
-        torch.autograd.backward(nnf.mse_loss(outputs, targets))
+        earlier = [steps[0][:2]] if seed == 2 else []  # whose gradients add up
+        train_plainly(reference, nnf.mse_loss, *earlier, (inputs, targets))
         half = inputs[: rows // 2], targets[: rows // 2]
-        steps.append((inputs, targets, half, reference, outputs.detach()))
+        steps.append((inputs, targets, half, reference, reference(inputs).detach()))
 
     def program(pipe: Pipeline) -> list[str]:
         for seed, (inputs, targets, half, reference, expected) in enumerate(steps, 1):
@@ -82,9 +71,6 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 class Begin(nn.Linear):
     """Passes on a tensor, the place of each row's largest number, and a constant."""
 
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x.argmax(1), None
 
@@ -108,7 +94,7 @@ class End(Begin):
 
 def several() -> nn.ModuleList:
     torch.manual_seed(3)
-    return nn.ModuleList([Begin(), Between(), Between(), Between(), End()])
+    return nn.ModuleList(kind(WIDTH, WIDTH) for kind in (Begin, Between, Between, Between, End))
 
 
 def several_batch() -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -174,12 +160,10 @@ def test_microbatches_may_have_different_shapes() -> None:
 
     returned(run(program, several, weighted))
     uneven = list(zip(*(torch.split(each, [1, 3, 2, 2]) for each in batch()), strict=True))
-    first, second = run(lambda pipe: pipe.step(microbatches=uneven))
+    found = run(lambda pipe: pipe.step(microbatches=uneven))
+    assert [type(each) for each in found] == [zbv.ModelError, zbv.PeerLost]
     said = f"the loss returned means over microbatches with targets of {WIDTH} to {3 * WIDTH} numbers"
-    assert isinstance(first, zbv.ModelError)
-    assert isinstance(second, zbv.PeerLost)
-    assert said in str(first)
-    assert said in str(second)
+    assert all(said in str(each) for each in found)
 
 
 @pytest.mark.parametrize("source", [0, 1])
@@ -256,7 +240,7 @@ def test_optimizers_schedules_and_clipping_train_the_same_model() -> None:
     reference = model()
     norms = train(
         reference.named_parameters(),
-        lambda x, y: torch.autograd.backward(nnf.mse_loss(reference(x), y)),
+        lambda *one: train_plainly(reference, nnf.mse_loss, one),
         lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.05),
     )
     expected, fresh = reference.state_dict(), model().state_dict()
@@ -321,21 +305,15 @@ FROZEN = [partial(with_frozen, *places) for places in ((0,), (0, 1), (0, 1, 2), 
 def test_frozen_layers_and_adapters_train_as_in_one_process(layers: Callable[[], nn.Sequential]) -> None:
     inputs, targets = batch()
     reference = layers()
-    losses = []
-    for _ in range(2):
-        losses.append(nnf.mse_loss(reference(inputs), targets))
-        torch.autograd.backward(losses[-1])
+    loss = train_plainly(reference, nnf.mse_loss, *[(inputs, targets)] * 2)
 
     def program(pipe: Pipeline) -> list[Any]:
         found = [pipe.step(inputs, targets) for _ in range(2)]
-        expected = dict(reference.named_parameters())
-        for name, parameter in pipe.named_parameters():
-            if name in expected:  # a rank without trainable parameters has one without elements, too
-                torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name)
+        require_gradients(pipe, reference)
         return found
 
     found = returned(run(program, layers))
-    torch.testing.assert_close([*map(torch.as_tensor, found[0])], [loss.detach() for loss in losses])
+    torch.testing.assert_close([*map(torch.as_tensor, found[0])], [loss] * 2)
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
@@ -343,7 +321,7 @@ def test_a_stage_above_frozen_ones_computes_no_gradient_of_its_input(*, is_recom
     """Until a layer below is trained again, on another rank; or the batch needs a gradient."""
     inputs, targets = batch()
     whole = model()
-    torch.autograd.backward(nnf.mse_loss(whole(inputs), targets))
+    train_plainly(whole, nnf.mse_loss, (inputs, targets))
     seen: dict[int, list[bool]] = {}
 
     def program(pipe: Pipeline) -> None:
@@ -375,7 +353,7 @@ def test_a_stage_above_frozen_ones_computes_no_gradient_of_its_input(*, is_recom
 def test_a_batch_that_needs_a_gradient_gets_it_through_frozen_stages() -> None:
     inputs, targets = batch()
     whole, leaf = with_frozen(0, 1), inputs.clone().requires_grad_()
-    torch.autograd.backward(nnf.mse_loss(whole(leaf), targets))
+    train_plainly(whole, nnf.mse_loss, (leaf, targets))
 
     def program(pipe: Pipeline) -> Tensor | None:
         own = inputs.clone().requires_grad_()
@@ -383,6 +361,4 @@ def test_a_batch_that_needs_a_gradient_gets_it_through_frozen_stages() -> None:
             pipe.step(given if 0 in pipe.modules else None, targets)
         return own.grad
 
-    found = returned(run(program, partial(with_frozen, 0, 1)))
-    assert leaf.grad is not None
-    torch.testing.assert_close(found[0], leaf.grad)
+    torch.testing.assert_close(returned(run(program, partial(with_frozen, 0, 1)))[0], leaf.grad)

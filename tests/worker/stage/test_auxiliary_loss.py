@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.stages import backward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zbv_worker.errors import ModelError
@@ -24,11 +25,12 @@ class Balanced(nn.Module):
         self.weight = weight
         self.checkpoints = checkpoints
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.checkpoints is None:
-            return self.run(x)
-        found: Tensor = checkpoint(self.run, x, use_reentrant=self.checkpoints)
-        return found
+    def forward(self, x: Tensor) -> Any:
+        return (
+            self.run(x)
+            if self.checkpoints is None
+            else checkpoint(self.run, x, use_reentrant=self.checkpoints)
+        )
 
     def run(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
@@ -48,11 +50,7 @@ def run(stage: Stage, *, split: bool) -> None:
     for j in range(MICROBATCHES):
         stage.forward(j, data(j), split=split)
     for j in range(MICROBATCHES):
-        if split:
-            stage.backward_input(j, torch.ones(5, WIDTH))
-            stage.backward_weight(j)
-        else:
-            stage.backward(j, torch.ones(5, WIDTH))
+        backward(stage, torch.ones(5, WIDTH), split=split, microbatch=j)
 
 
 def expected(layer: Balanced, factor: float) -> tuple[Tensor, float]:

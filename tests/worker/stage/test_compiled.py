@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.nn.functional as nnf
+from support.functions import Function
 from support.gradients import relative_error
 from support.nested_model import WIDTH as MIXED
 from support.nested_model import MaskedMix, NestedModel
+from support.stages import backward, forth_and_back
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.run.options import TrainingOptions, require_compilable
@@ -34,11 +37,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         self.dropout = nn.Dropout(0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         key, value = self.project(self.norm(x)), self.project(x)
         x = x + nnf.scaled_dot_product_attention(key, key, value)
-        found: Tensor = x + self.dropout(self.down(nnf.gelu(self.up(x))))
-        return found
+        return x + self.dropout(self.down(nnf.gelu(self.up(x))))
 
 
 class Dropping(nn.Module):
@@ -48,22 +50,8 @@ class Dropping(nn.Module):
         super().__init__()
         self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.dropout(self.linear(x))
-        return found
-
-
-class First(nn.Module):
-    """An embedding and a Linear, without a float input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, WIDTH, padding_idx=3)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, indices: Tensor) -> Tensor:
-        found: Tensor = self.mix(self.table(indices))
-        return found
+    def forward(self, x: Tensor) -> Any:
+        return x + self.dropout(self.linear(x))
 
 
 def gradients(
@@ -84,10 +72,7 @@ def gradients(
             x = torch.randint(20, (2, TOKENS), generator=generator)
         output = stage.forward(microbatch, x, split=split)
         seed = torch.randn(output.shape, generator=generator).to(output.dtype)
-        backward: Callable[..., Tensor | None] = stage.backward_input if split else stage.backward
-        input_gradient = backward(microbatch, seed)
-        if split:
-            stage.backward_weight(microbatch)
+        input_gradient = backward(stage, seed, split=split, microbatch=microbatch)
         if input_gradient is not None:
             found["input"] = input_gradient
     for name, parameter in module.named_parameters():
@@ -99,17 +84,9 @@ def gradients(
     return found
 
 
-def require_equal(
-    module: nn.Module, *, split: bool, index: int = 1, precision: Precision = "float32"
-) -> None:
-    mine, expected = (
-        gradients(module, is_compiled=is_compiled, split=split, index=index, precision=precision)
-        for is_compiled in (True, False)
-    )
-    tolerance = 1e-5 if precision == "float32" else 3e-2
-    for name, gradient in expected.items():
-        difference = (mine[name] - gradient).norm() / gradient.norm()
-        assert difference < tolerance, name
+def require_equal(module: nn.Module, **how: Any) -> None:
+    mine, expected = (gradients(module, is_compiled=is_compiled, **how) for is_compiled in (True, False))
+    assert relative_error(mine, expected) < (3e-2 if how.get("precision") == "bfloat16" else 1e-5)
 
 
 QUICKLY = {"compile_threads": 1, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
@@ -128,12 +105,10 @@ def test_compiled_blocks_have_the_gradients_of_others(precision: Precision, spli
     require_one_compilation(Block, split=split, precision=precision)
 
 
-def require_one_compilation(
-    layer: Callable[[], nn.Module], *, split: bool, precision: Precision = "float32"
-) -> None:
+def require_one_compilation(layer: Callable[[], nn.Module], **how: Any) -> None:
     torch._dynamo.reset()
     before = compilations()
-    require_equal(nn.Sequential(layer(), layer()), split=split, precision=precision)
+    require_equal(nn.Sequential(layer(), layer()), **how)
     assert compilations() == before + 1
 
 
@@ -143,7 +118,12 @@ def compilations() -> int:
 
 @pytest.mark.usefixtures("compiled_without_code")
 def test_the_first_stage_splits_its_embedding_too() -> None:
-    require_equal(First(), split=True, index=0)
+    first = Function(
+        lambda self, indices: self.mix(self.table(indices)),
+        table=nn.Embedding(20, WIDTH, padding_idx=3),
+        mix=nn.Linear(WIDTH, WIDTH),
+    )
+    require_equal(first, split=True, index=0)
 
 
 @pytest.mark.usefixtures("compiled_without_code")
@@ -176,9 +156,7 @@ def test_a_layer_of_nested_values_with_a_keyword_and_a_loss_computes_the_same() 
             output = stage.forward(j, given, split=True, keywords=data.keywords)
             assert [tensor.requires_grad for tensor in output[:4]] == [True, True, False, False]
             assert output[4] is None
-            gradients = (torch.ones(2, 4, MIXED), torch.ones(2, MIXED))
-            results = stage.backward_input(j, gradients)
-            stage.backward_weight(j)
+            results = backward(stage, (torch.ones(2, 4, MIXED), torch.ones(2, MIXED)), microbatch=j)
         assert (compilations() > before) == is_compiled
         named = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
         found.append({**named, **dict(zip("xy", results, strict=True)), "sum": stage.auxiliary.take_sum()})
@@ -225,9 +203,7 @@ def test_recomputed_stages_and_evaluations_run_uncompiled() -> None:
     before = compilations()
     stage = Stage(1, 3, Block(), 1, is_recomputed=True, is_compiled=True)
     x = torch.ones(1, TOKENS, WIDTH)
-    stage.forward(0, x, split=True)
-    stage.backward_input(0, x)
-    stage.backward_weight(0)
+    forth_and_back(stage, x, x)
     stage.evaluate(x)
     assert compilations() == before
 

@@ -12,14 +12,7 @@ from support.split_check import HOOKS, ON_PARAMETERS, Subclass, check, strided
 from torch import Tensor, nn
 from zbv_worker.adapters.split_modules import split_subclasses
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 STRIDES = ("contiguous", "transposed", "expanded", "gaps")
 SHAPES = {  # of what precedes the features, by kind of tensor
     "plain": st.lists(st.integers(0, 3), max_size=3),

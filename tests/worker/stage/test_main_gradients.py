@@ -11,6 +11,7 @@ import torch.nn.functional as nnf
 from support.gradients import relative_error
 from support.plans import unit_problem
 from support.selfcheck import random_orders
+from support.stages import forth_and_back
 from support.thread_transport import ThreadHub
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor, nn
@@ -37,14 +38,12 @@ class Half(Remembering):
     def layer_names(self) -> Sequence[str]:
         return [f"layer{at}" for at in range(4)]
 
-    def _layer(self, at: int) -> nn.Module:
+    def made(self, at: int) -> nn.Module:
         # A norm's gradient comes from autograd, a Linear's from W.
-        layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())
-        generator = torch.Generator().manual_seed(at)  # threads share torch's default generator
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.normal_(0.1, 0.3, generator=generator)
-        return layer.bfloat16()
+        return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())
+
+    def _layer(self, at: int) -> nn.Module:
+        return super()._layer(at).bfloat16()
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
@@ -132,14 +131,8 @@ def test_only_main_gradients_live_between_actions_and_the_optimizer_frees_them()
     module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
     gradients, stage = Gradients({0: module}), stage_of(module)
     gradients.begin()
-    for microbatch, split in enumerate((True, False)):
-        stage.forward(microbatch, torch.randn(4, 8).bfloat16(), split=split)
-        upstream = torch.randn(4, 8).bfloat16()
-        if split:
-            stage.backward_input(microbatch, upstream)
-            stage.backward_weight(microbatch)
-        else:
-            stage.backward(microbatch, upstream)
+    for split in (True, False):
+        forth_and_back(stage, *torch.randn(2, 4, 8).bfloat16(), split=split)
         for parameter in module.parameters():
             assert parameter.grad is None
             assert gradient_of(parameter).dtype == torch.float32  # type: ignore[union-attr]
@@ -157,8 +150,7 @@ def test_estimate_and_profile_count_four_bytes_for_the_gradient_of_a_half_parame
     module = Half().build_layers(["layer1"], CPU)
     stage = stage_of(module)
     use_main_gradients(module.parameters())
-    stage.forward(0, torch.randn(4, 8).bfloat16(), split=False)
-    stage.backward(0, torch.randn(4, 8).bfloat16())
+    forth_and_back(stage, *torch.randn(2, 4, 8).bfloat16(), split=False)
     for _ in range(2):
         assert static_bytes(Remembering(), {0: stage}, receives=0, workspace=0).gradients == 4 * count
 
@@ -175,10 +167,8 @@ def test_a_post_accumulate_hook_of_the_model_keeps_autograds_accumulation() -> N
 
     module.get_parameter("0.weight").register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
     gradients.begin()  # as before every step
-    for microbatch in range(2):
-        stage.forward(microbatch, torch.randn(4, 8).bfloat16(), split=True)
-        stage.backward_input(microbatch, torch.ones(4, 8).bfloat16())
-        stage.backward_weight(microbatch)
+    for _ in range(2):
+        forth_and_back(stage, *torch.randn(2, 4, 8).bfloat16())
     gradients.hand_over()
     assert len(seen) == 2
     torch.testing.assert_close(module.get_parameter("0.weight").grad, seen[1])

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.gradients import relative_error
+from support.functions import Function
+from support.gradients import gradients_of, relative_error
 from support.nested_model import NestedModel, reference
+from support.stages import forth_and_back, run_step
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.stage import Stage
@@ -28,39 +30,17 @@ def stages_of(n_stages: int, **options: Any) -> list[Stage]:
     return found
 
 
-def run(stages: list[Stage], letters: str = "IW") -> tuple[dict[str, Tensor], float]:
-    """All forwards, then all backwards; gradients and the mean loss."""
-    model, total = NestedModel(), 0.0
-    for j in range(MICROBATCHES):
-        data = model.microbatch(0, j)
-        x = data.input
-        for stage in stages:
-            target = data.target if stage is stages[-1] else None
-            x = stage.forward(j, x, target, split="W" in letters, keywords=data.keywords)
-        total += float(x) / MICROBATCHES
-    for j in range(MICROBATCHES):
-        gradient = None
-        for stage in reversed(stages):
-            gradient = (stage.backward_input if "W" in letters else stage.backward)(j, gradient)
-    for stage in stages if "W" in letters else []:
-        for j in range(MICROBATCHES):
-            stage.backward_weight(j)
-    assert all(stage.held == (set(), set()) for stage in stages)
-    named = (item for stage in stages for item in stage.module.named_parameters())
-    return {name: p.grad for name, p in named if p.grad is not None}, total
-
-
 @pytest.mark.parametrize("letters", ["IW", "B"])
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_stages_compute_the_gradients_of_one_process(
-    n_stages: int, letters: str, *, is_recomputed: bool
-) -> None:
+def test_stages_compute_right_gradients(n_stages: int, letters: str, *, is_recomputed: bool) -> None:
     stages = stages_of(n_stages, is_recomputed=is_recomputed)
-    found, loss = run(stages, letters)
-    gradients, right_loss, auxiliary = reference(MICROBATCHES)
-    assert relative_error(found, gradients) < 1e-6
-    assert loss == pytest.approx(right_loss, rel=1e-6)
+    data = [NestedModel().microbatch(0, j) for j in range(MICROBATCHES)]
+    losses = run_step(stages, [(x.input, x.target, x.keywords) for x in data], split="W" in letters)
+    assert all(stage.held == (set(), set()) for stage in stages)
+    gradients, loss, auxiliary = reference(MICROBATCHES)
+    assert relative_error(gradients_of(stage.module for stage in stages), gradients) < 1e-6
+    assert float(sum(losses)) / MICROBATCHES == pytest.approx(loss, rel=1e-6)
     assert sum(float(stage.auxiliary.take_sum()) for stage in stages) == pytest.approx(auxiliary, rel=1e-6)
     assert sum(float(stage.auxiliary.take_sum()) for stage in stages) == 0
 
@@ -101,12 +81,11 @@ def test_a_tensor_without_gradient_stays_without(*, is_recomputed: bool) -> None
     assert len(stage.backward(0, (torch.rand(2, 3),))) == 1
 
 
-class Unused(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x.detach()
-
-
 def test_an_unused_tensor_gets_zeros() -> None:
+    class Unused(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x.detach()
+
     stage = middle(Unused())
     x, y = torch.rand(2, requires_grad=True), torch.rand(3, requires_grad=True)
     output = stage.forward(0, (x, y), split=True)
@@ -117,15 +96,9 @@ def test_an_unused_tensor_gets_zeros() -> None:
 
 
 def test_a_tensor_returned_twice_gets_both_gradients() -> None:
-    class Twice(nn.Module):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            y = x * 3
-            return [y, y, x]
-
-    stage = middle(Twice())
-    stage.forward(0, torch.ones(2), split=True)
     one = torch.ones(2)
-    assert stage.backward_input(0, (one, 10 * one, 100 * one)).tolist() == [133.0, 133.0]
+    stage = middle(Function(lambda _, x: [y := x * 3, y, x]))
+    assert forth_and_back(stage, one, (one, 10 * one, 100 * one)).tolist() == [133.0, 133.0]
 
 
 def test_a_frozen_stage_passes_nested_gradients_through() -> None:
@@ -143,13 +116,12 @@ def test_a_frozen_stage_passes_nested_gradients_through() -> None:
 
 
 def test_a_layer_may_write_to_the_dict_that_it_gets() -> None:
-    class Writes(nn.Module):
-        def forward(self, found: dict[str, Any]) -> dict[str, Any]:
-            found["x"] = found["x"] * 2
-            return found
+    def write(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        found["x"] = found["x"] * 2
+        return found
 
     for is_recomputed in (False, True):
-        layers = (Writes(), Writes())
+        layers = (Function(write), Function(write))
         stage = middle(nn.Sequential(*layers), layers=layers, is_recomputed=is_recomputed)
         given = {"x": torch.ones(2, requires_grad=True)}
         assert stage.forward(0, given, split=True)["x"].tolist() == [4.0, 4.0]

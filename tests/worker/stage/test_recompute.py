@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from support.functions import Function
+from support.gradients import gradients_of
 from support.selfcheck import random_orders
+from support.stages import backward
 from support.thread_transport import ThreadHub
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
@@ -35,42 +39,31 @@ TENSOR = ROWS * WIDTH * 4
 # --- whole plans
 
 
-class Queries(nn.Module):
+def queries() -> nn.Module:
     """Returns a view of its parameter; the gradient of its input is 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.expand_as(x)
+    return Function(lambda self, x: self.weight.expand_as(x), weight=nn.Parameter(torch.randn(1, 5)))
 
 
-class Statistics(nn.Module):
+def statistics() -> nn.Module:
     """Updates one buffer in place, and replaces another one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Tensor
-        self.total: Tensor
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("total", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self: Any, x: Tensor) -> Tensor:
         self.count += 1
         self.total = self.total + x.detach().sum()
         return x * 2
+
+    return Function(compute, **{name: nn.Buffer(torch.zeros(())) for name in ("count", "total")})
 
 
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "view of the input": lambda: [nn.Flatten(0)],
     "the input": lambda: [nn.Identity()],
-    "view of a parameter": lambda: [Queries()],
+    "view of a parameter": lambda: [queries()],
     "frozen": lambda: [nn.Linear(5, 5).requires_grad_(False)],
     "writes to its own tensor": lambda: [nn.Sequential(nn.Linear(5, 5), nn.ReLU(inplace=True))],
     "batch norms": lambda: [
         nn.BatchNorm1d(4),
-        Statistics(),
+        statistics(),
         nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval()),
     ],
     "dropout": lambda: [nn.Linear(5, 5), nn.Sequential(nn.Dropout(0.3), nn.Linear(5, 5), nn.Dropout(0.3))],
@@ -80,9 +73,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
 
 @pytest.mark.parametrize(("precision", "index"), [("float32", 1), ("bfloat16", 0)])
 @pytest.mark.parametrize("name", LAYERS)
-def test_two_recomputed_microbatches_have_the_same_results(
-    name: str, precision: Precision, index: int
-) -> None:
+def test_two_recomputed_microbatches_have_equal_results(name: str, precision: Precision, index: int) -> None:
     """Outputs, gradients, and buffers, which only F updates.
 
     The random numbers of F are repeated, although the other microbatch drew in between.
@@ -123,8 +114,7 @@ def test_recomputation_lowers_the_peak_as_planned() -> None:
         names = list(model.layer_names())
         document["partition"] = [names[:3], names[3:]]  # both stages on one rank
         document |= {"placement": "v", "recompute": [is_recomputed] * 2}
-        problem = parse_any_problem(document)
-        assert isinstance(problem, Problem)
+        problem: Any = parse_any_problem(document)
         orders = random_orders(problem, Random(1))
         peaks[is_recomputed] = activations_peak(model, problem, orders)
         assert problem.model is not None
@@ -202,36 +192,25 @@ def test_recomputation_may_change_between_two_forwards() -> None:
     stage.is_recomputed = False
     for j in (0, 1):
         stage.module.zero_grad()
-        results.append([stage.backward_input(j, gradient)])
-        stage.backward_weight(j)
-        results[-1] += [parameter.grad for parameter in stage.module.parameters()]
-    for kept, again in zip(*results, strict=True):
-        assert kept is not None
-        assert again is not None
-        torch.testing.assert_close(kept, again, rtol=0, atol=0)
-
-
-class Counting(nn.Module):
-    """Records for every run whether it had a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: list[bool] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.ran.append(torch.is_grad_enabled())
-        return x.tanh()
+        results.append([backward(stage, gradient, microbatch=j), gradients_of([stage.module])])
+    assert len(results[0][1]) == 8
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_f_runs_without_a_graph_and_the_backward_runs_it_once_more_with_one() -> None:
-    layer = Counting()
-    stage = Stage(1, 3, layer, 1, is_recomputed=True)
+    ran: list[bool] = []
+
+    def compute(_: Any, x: Tensor) -> Tensor:
+        ran.append(torch.is_grad_enabled())
+        return x.tanh()
+
+    stage = Stage(1, 3, Function(compute), 1, is_recomputed=True)
     stage.forward(0, torch.ones(3), split=True)
-    assert layer.ran == [False]
+    assert ran == [False]
     stage.backward_input(0, torch.ones(3))
-    assert layer.ran == [False, True]
+    assert ran == [False, True]
     stage.backward_weight(0)
-    assert layer.ran == [False, True]
+    assert ran == [False, True]
 
 
 @pytest.mark.parametrize("index", [0, 1])

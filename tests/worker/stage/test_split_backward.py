@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from support.functions import Function
 from support.gradients import gradients_of, require_equal, split
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 
 WIDTH = 6
 
 
-class WrittenTo(nn.Module):
-    """Modifies the outputs of its Linears in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.activation = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.activation(self.two(self.activation(self.one(x))))
-        return output
-
-
-class OwnParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.linear(x * self.scale) * self.scale
-        return output
+def linear(**options: Any) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, **options)
 
 
 class Low(nn.Linear):
@@ -46,48 +29,43 @@ class Low(nn.Linear):
         return super().forward(input) @ self.weight
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return output
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-        return output
-
-
-class Residual(nn.Module):
+def residual(self: Any, x: Tensor) -> Tensor:
     """Passes one gradient to its Linears and, after adding to it, further up: W may not see the addition."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+    for layer in self.layers:
+        x = x + layer(x)
+    return x
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "written to": (WrittenTo, 2),
-    "own parameter": (OwnParameter, 1),
-    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH)), 1),
-    "convolution": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Conv1d(5, 5, 3, padding=1)), 1),
-    "subclass": (lambda: nn.Sequential(Low(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1),
-    "multi-head attention": (Attention, 0),
-    "checkpointed": (Checkpointed, 1),
-    "residual": (Residual, 4),
+    "written to": (
+        lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear(bias=False), nn.ReLU(inplace=True)),
+        2,
+    ),
+    "own parameter": (
+        lambda: Function(
+            lambda self, x: self.linear(x * self.scale) * self.scale,
+            **{"linear": linear(), "scale": nn.Parameter(torch.randn(WIDTH))},
+        ),
+        1,
+    ),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.RMSNorm(WIDTH)), 1),
+    "convolution": (lambda: nn.Sequential(linear(), nn.Conv1d(5, 5, 3, padding=1)), 1),
+    "subclass": (lambda: nn.Sequential(Low(WIDTH, WIDTH), linear()), 1),
+    "multi-head attention": (
+        lambda: Function(
+            lambda self, x: self.attention(x, x, x, need_weights=False)[0],
+            attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        ),
+        0,
+    ),
+    "checkpointed": (
+        lambda: Function(
+            lambda self, x: checkpoint(self.inner, x, use_reentrant=False),
+            inner=nn.Sequential(linear(), nn.GELU()),
+        ),
+        1,
+    ),
+    "residual": (lambda: Function(residual, layers=nn.ModuleList(linear() for _ in range(4))), 4),
     "no parameters": (nn.GELU, 0),
 }
 """How to make each, and how many weight gradients it queues."""
@@ -131,10 +109,9 @@ def test_weight_gradients_and_outputs_without_gradients_carry_no_graph() -> None
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     for _ in range(2):
         split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH)).run()
-    for gradient in (p.grad for p in module.parameters()):
-        assert gradient is not None
-        assert gradient.grad_fn is None
-        assert not gradient.requires_grad
+    assert [(p.grad.grad_fn, p.grad.requires_grad) for p in module.parameters() if p.grad is not None] == [
+        (None, False)
+    ] * 4
     with torch.no_grad(), defer_weight_gradients(module).into(WeightGrads()):
         assert module(torch.randn(2, WIDTH)).grad_fn is None
 
@@ -142,6 +119,5 @@ def test_weight_gradients_and_outputs_without_gradients_carry_no_graph() -> None
 def test_module_trees_that_share_a_module_both_queue() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
     one, two = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(WIDTH, WIDTH))
-    assert len(split(one, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
-    assert len(split(two, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 2
-    assert len(split(one, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
+    for module, queued in ((one, 1), (two, 2), (one, 1)):
+        assert len(split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == queued

@@ -38,9 +38,8 @@ class Unsplit(Remembering):
 
 def train(model: type[Remembering], fused: float, steps: int = 3) -> Trained:
     problem = unit_problem(2, 2)
-    return train_in_threads(
-        problem, random_orders(problem, Random(0), fused), TrainingOptions(), steps, model=model
-    )
+    orders = random_orders(problem, Random(0), fused)
+    return train_in_threads(problem, orders, TrainingOptions(), steps, model=model)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -66,9 +65,7 @@ class HookedLater(Remembering):
 
 
 @pytest.mark.parametrize(("steps", "reported"), [(0, set()), (1, {(0, 0, 0.0)})])
-def test_what_only_the_first_step_shows_is_reported_after_it(
-    steps: int, reported: set[tuple[int, int, float]]
-) -> None:
+def test_what_the_first_step_shows_is_said(steps: int, reported: set[tuple[int, int, float]]) -> None:
     events = [event for report in train(HookedLater, 0.0, steps).reports for event in report.events]
     assert {(e["stage"], e["step"], e["share"]) for e in events if e["stage"] == 0} == reported
 
@@ -86,9 +83,8 @@ def share_of(module: nn.Module, x: Tensor) -> SplitShare | None:
 
 
 def test_the_share_counts_elements_and_the_largest_module_comes_first() -> None:
-    module = nn.Sequential(
-        nn.Linear(4, 4), nn.LayerNorm(4), TELinear(4, 8), nn.Linear(8, 1).requires_grad_(False)
-    )
+    frozen = nn.Linear(8, 1).requires_grad_(False)
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), TELinear(4, 8), frozen)
     found = share_of(module, torch.randn(2, 4))
     assert found == SplitShare(20 / (20 + 8 + 40), ("2 (TELinear)", "1 (LayerNorm)"))
     assert share_of(nn.Linear(2, 2), torch.randn(2, 2)) == SplitShare(1.0, ())

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from support.functions import Function
+from support.gradients import gradients_of
+from support.stages import backward, forth_and_back
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
 from zbv_worker.measure.live_bytes import LiveBytes
@@ -24,9 +29,7 @@ def data() -> Tensor:
 def test_bytes_held_follow_the_actions() -> None:
     """Two Linears with a GELU between them: live bytes and microbatches after every action, exactly."""
     stage = middle(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)))
-    stage.forward(9, data(), split=True)
-    stage.backward_input(9, data())
-    stage.backward_weight(9)  # creates the parameters' gradients
+    forth_and_back(stage, data(), data(), microbatch=9)  # creates the parameters' gradients
     none = set[int]()
     with LiveBytes() as live:
         stage.forward(0, data(), split=True)
@@ -44,8 +47,7 @@ def test_bytes_held_follow_the_actions() -> None:
 def test_the_output_and_the_input_gradient_are_detached() -> None:
     stage = middle(nn.Linear(WIDTH, WIDTH))
     assert not stage.forward(0, data(), split=True).requires_grad
-    gradient = stage.backward_input(0, data())
-    assert gradient is not None
+    gradient: Any = stage.backward_input(0, data())
     assert gradient.shape == (ROWS, WIDTH)
     assert not gradient.requires_grad
 
@@ -53,30 +55,19 @@ def test_the_output_and_the_input_gradient_are_detached() -> None:
 def test_the_first_stage_propagates_in_i_and_not_in_w() -> None:
     """Its input needs no gradient, yet I must reach every layer, because W runs no backward."""
     reached: list[str] = []
+
+    def watch(_: nn.Module, x: Tensor) -> Tensor:
+        y = x * 2.0
+        y.register_hook(lambda _: reached.append("backward"))  # type: ignore[no-untyped-call]  # torch's
+        return y
+
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    stage = Stage(0, 2, nn.Sequential(first, Watch(reached), second), microbatches=1)
+    stage = Stage(0, 2, nn.Sequential(first, Function(watch), second), microbatches=1)
     stage.forward(0, data(), split=True)
     assert stage.backward_input(0, data()) is None
-    assert reached == ["backward"]
-    assert not trained(first)
+    assert (reached, gradients_of([first])) == (["backward"], {})
     stage.backward_weight(0)
-    assert trained(first)
-    assert reached == ["backward"]
-
-
-def trained(module: nn.Module) -> bool:
-    return all(parameter.grad is not None for parameter in module.parameters())
-
-
-class Watch(nn.Module):
-    def __init__(self, reached: list[str]):
-        super().__init__()
-        self.reached = reached
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2.0
-        y.register_hook(lambda _: self.reached.append("backward"))  # type: ignore[no-untyped-call]  # torch's
-        return y
+    assert (reached, len(gradients_of([first]))) == (["backward"], 2)
 
 
 def test_the_last_stage_returns_its_loss_and_scales_gradients_by_the_number_of_microbatches() -> None:
@@ -90,8 +81,7 @@ def test_the_last_stage_returns_its_loss_and_scales_gradients_by_the_number_of_m
         stage.loss_scale = scale
         module.zero_grad()
         torch.testing.assert_close(stage.forward(0, x, target, split=True), expected.detach())
-        stage.backward_input(0, None)
-        stage.backward_weight(0)
+        backward(stage)
         torch.testing.assert_close(module.weight.grad, gradient * scale / 4)
 
 
@@ -99,8 +89,7 @@ def test_a_stage_may_be_the_identity_or_a_view() -> None:
     stage = middle(nn.Sequential(nn.Identity()))
     x, gradient = data(), data()
     torch.testing.assert_close(stage.forward(0, x, split=True), x)
-    torch.testing.assert_close(stage.backward_input(0, gradient), gradient)
-    stage.backward_weight(0)
+    torch.testing.assert_close(backward(stage, gradient), gradient)
     stage = middle(nn.Flatten(0, 1))
     assert stage.forward(0, x, split=False).shape == (ROWS * WIDTH,)
     torch.testing.assert_close(stage.backward(0, gradient.flatten()), gradient)
@@ -108,28 +97,13 @@ def test_a_stage_may_be_the_identity_or_a_view() -> None:
 
 def test_a_frozen_stage_passes_gradients_through_and_an_unused_input_gets_zeros() -> None:
     frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    first = Stage(0, 2, frozen, microbatches=1)
-    first.forward(0, data(), split=True)
-    assert first.backward_input(0, data()) is None
-    first.backward_weight(0)
-    stage = middle(Ignoring())
-    stage.forward(0, data(), split=True)
-    gradient = stage.backward_input(0, data())
-    assert gradient is not None
-    assert not gradient.any()
-
-
-class Ignoring(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ones_like(x)
+    assert forth_and_back(Stage(0, 2, frozen, microbatches=1), data(), data()) is None
+    ignoring = middle(Function(lambda _, x: torch.ones_like(x)))
+    assert not forth_and_back(ignoring, data(), data()).any()
 
 
 def test_stages_that_break_the_protocol_are_refused() -> None:
-    class Odd(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, object]:
-            return x, object()
-
     with pytest.raises(ModelError, match=r"stage 1: found a object at \[1\] between stages; must be tensors"):
-        middle(Odd()).forward(0, data(), split=True)
+        middle(Function(lambda _, x: (x, object()))).forward(0, data(), split=True)
     with pytest.raises(ModelError, match="takes the loss"):
         Stage(1, 2, nn.Identity(), microbatches=1)

@@ -15,8 +15,10 @@ from gpu.test_weight_gradients import (
     test_factors_of_different_dtypes_are_refused,
     test_linear_layers_have_the_gradients_of_autograd,
     test_products_are_added_to_the_sum_in_place,
-    test_the_products_of_groups_are_added_to_their_parts,
+    test_products_of_groups_are_added_up,
 )
+from support.functions import Function
+from support.stages import forth_and_back
 from torch import Tensor, nn
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.stage.main_gradients import use_main_gradients
@@ -29,7 +31,7 @@ __all__ = [
     "test_factors_of_different_dtypes_are_refused",
     "test_linear_layers_have_the_gradients_of_autograd",
     "test_products_are_added_to_the_sum_in_place",
-    "test_the_products_of_groups_are_added_to_their_parts",
+    "test_products_of_groups_are_added_up",
 ]
 
 
@@ -114,22 +116,11 @@ def test_w_of_a_linear_needs_no_temporary_of_the_weights_size(kind: Kind) -> Non
     assert 4 * BLOCK < INPUTS * OUTPUTS
 
 
-class Looked(nn.Module):
-    """An embedding that multiplies, so that a middle stage can have it."""
-
-    def __init__(self, vocabulary: int, indices: Tensor):
-        super().__init__()
-        self.table = nn.Embedding(vocabulary, 8)
-        self.indices = indices
-
-    def forward(self, x: Tensor) -> Tensor:
-        looked: Tensor = self.table(self.indices)
-        return x * looked
-
-
 @pytest.mark.parametrize("kind", ["float32", "autocast", "bfloat16"])
 def test_w_of_an_embedding_needs_no_temporary_of_the_tables_size(kind: Kind) -> None:
-    stage = stage_of(Looked(5000, torch.tensor([1, 2, 1])), kind)
+    """The embedding multiplies, so that a middle stage can have it."""
+    indices = torch.tensor([1, 2, 1])
+    stage = stage_of(Function(lambda self, x: x * self.table(indices), table=nn.Embedding(5000, 8)), kind)
     x = torch.randn(3, 8, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
     assert max(workspace_of_w(stage, x, microbatch) for microbatch in range(3)) < 500
 
@@ -142,14 +133,9 @@ def test_a_product_in_blocks_is_the_whole_product(kind: Kind, monkeypatch: pytes
     expected = torch.zeros(40, 24)
     for microbatch in range(3):
         x, gradient = torch.randn(6, 24).bfloat16(), torch.randn(6, 40).bfloat16()
-        stage.forward(microbatch, x if kind == "bfloat16" else x.float(), split=True)
-        stage.backward_input(microbatch, gradient)
-        stage.backward_weight(microbatch)
+        forth_and_back(stage, x if kind == "bfloat16" else x.float(), gradient, microbatch=microbatch)
         expected += gradient.t().mm(x)
-    found = gradient_of(module.weight)
-    assert found is not None
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient_of(module.weight), expected)
 
 
 def test_the_operator_that_gpus_accumulate_with_takes_these_dtypes() -> None:

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as nnf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.functions import Function
+from support.gradients import gradients
+from support.stages import run_step
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.stage import Stage
@@ -21,18 +24,8 @@ TARGET = torch.ones(2, WIDTH, dtype=torch.float64)
 Change = Callable[[Any], Any]
 
 
-class Maps(nn.Module):
-    """A layer that maps one value to one by a function."""
-
-    def __init__(self, function: Change):
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: Any) -> Any:
-        return self._function(x)
-
-    def __deepcopy__(self, _: Any) -> Maps:
-        return Maps(self._function)
+def maps(function: Change) -> nn.Module:
+    return Function(lambda _, x: function(x))
 
 
 def written_behind_a_view(x: Tensor) -> Tensor:
@@ -64,22 +57,22 @@ def one_twice(x: dict[str, Any]) -> dict[str, Any]:
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "tanh": nn.Tanh,  # saves its output
-    "sine": lambda: Maps(torch.sin),  # saves its input
+    "sine": lambda: maps(torch.sin),  # saves its input
     "relu": lambda: nn.ReLU(inplace=True),
-    "view": lambda: Maps(written_behind_a_view),
-    "add": lambda: Maps(with_nothing_saved),
+    "view": lambda: maps(written_behind_a_view),
+    "add": lambda: maps(with_nothing_saved),
     "identity": nn.Identity,
 }
 NESTED: dict[str, Callable[[], nn.Module]] = {
-    "first": lambda: Maps(first_written),
-    "containers": lambda: Maps(containers_changed),
-    "mask": lambda: Maps(lambda x: {**x, "mask": x["mask"].logical_not_()}),
-    "exchange": lambda: Maps(lambda x: {**x, "a": x["b"], "b": x["a"]}),
-    "sine": lambda: Maps(lambda x: {**x, "b": x["b"].sin()}),
-    "same": lambda: Maps(one_twice),
+    "first": lambda: maps(first_written),
+    "containers": lambda: maps(containers_changed),
+    "mask": lambda: maps(lambda x: {**x, "mask": x["mask"].logical_not_()}),
+    "exchange": lambda: maps(lambda x: {**x, "a": x["b"], "b": x["a"]}),
+    "sine": lambda: maps(lambda x: {**x, "b": x["b"].sin()}),
+    "same": lambda: maps(one_twice),
 }
-OPENING = Maps(lambda x: {"a": x * 2, "b": x.cos(), "mask": x.detach() > 0})
-CLOSING = Maps(lambda x: torch.where(x["mask"], x["a"], x["b"]) + x["a"])
+OPENING = maps(lambda x: {"a": x * 2, "b": x.cos(), "mask": x.detach() > 0})
+CLOSING = maps(lambda x: torch.where(x["mask"], x["a"], x["b"]) + x["a"])
 
 
 def reference(layers: nn.Sequential, batch: Sequence[Tensor], *, needs_gradient: bool) -> dict[str, Any]:
@@ -89,12 +82,10 @@ def reference(layers: nn.Sequential, batch: Sequence[Tensor], *, needs_gradient:
         loss = nnf.mse_loss(layers(given), TARGET)
         torch.autograd.backward(loss / MICROBATCHES)
         losses.append(loss.detach())
-    return {"losses": losses} | {name: p.grad for name, p in layers.named_parameters()}
+    return {"losses": losses} | gradients(layers)
 
 
-def in_stages(
-    layers: nn.Sequential, batch: Sequence[Tensor], cuts: Sequence[int], *, split: bool
-) -> dict[str, Any]:
+def in_stages(layers: nn.Sequential, batch: Any, cuts: Sequence[int], *, split: bool) -> dict[str, Any]:
     """All stages on one rank, which hand over values in the same memory; all F's come first."""
     ends = [*cuts, len(layers)]
     pieces = [nn.Sequential(*list(layers)[begin:end]) for begin, end in zip([0, *cuts], ends, strict=True)]
@@ -102,24 +93,12 @@ def in_stages(
     for index, piece in enumerate(pieces):
         loss = nnf.mse_loss if index == len(pieces) - 1 else None
         stages.append(Stage(index, len(pieces), piece, MICROBATCHES, loss))
-    losses = []
-    for at, x in enumerate(batch):
+    losses = run_step(stages, [(x, TARGET, {}) for x in batch], split=split)
+    for x in batch:
         value: Any = x
         for stage in stages:
-            value = stage.forward(at, value, TARGET, split=split)
-        losses.append(value)
-    for at in range(len(batch)):
-        gradient = None
-        for stage in reversed(stages):
-            gradient = (stage.backward_input if split else stage.backward)(at, gradient)
-    for stage in stages if split else []:
-        for at in range(len(batch)):
-            stage.backward_weight(at)
-    for x in batch:
-        value = x
-        for stage in stages:
             value = stage.evaluate(value, TARGET)
-    return {"losses": losses} | {name: p.grad for name, p in layers.named_parameters()}
+    return {"losses": losses} | gradients(layers)
 
 
 def unless_refused(run: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -166,13 +145,8 @@ def test_stages_train_as_the_uncut_layers_do(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_nested_values_may_be_written_to(data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(NESTED)), min_size=1, max_size=4), "layers")
-    layers = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        OPENING,
-        *(NESTED[name]() for name in names),
-        CLOSING,
-        nn.Linear(WIDTH, WIDTH),
-    )
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    layers = nn.Sequential(first, OPENING, *(NESTED[name]() for name in names), CLOSING, last)
     cuts = data.draw(st.sets(st.integers(1, len(layers) - 1)), "cuts")
     compare(
         layers,

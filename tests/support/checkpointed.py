@@ -76,8 +76,7 @@ class Runs:
 
 
 def newest_step(saved: Path) -> int:
-    newest = newest_checkpoint(saved)
-    assert newest is not None
+    newest: Any = newest_checkpoint(saved)
     return int(newest.name[5:13])
 
 

@@ -53,5 +53,4 @@ class Failing(Tiny):
 
 
 def failing(*, stage: int, what: What, after: int = 0, seed: int = 0) -> Failing:
-    """The factory."""
     return Failing(stage, what, after)

@@ -38,10 +38,8 @@ def ended(ranks: LocalRanks, others: Iterable[int], since: float) -> float:
 
 
 def until_step(ranks: LocalRanks, step: int) -> None:
-    """Wait until a rank has reported a step."""
     wait_until(lambda: f"step {step}:" in all_logs(ranks), f"step {step}")
 
 
 def all_logs(ranks: LocalRanks) -> str:
-    """What all ranks have written."""
     return "\n".join(ranks.log(rank) for rank in range(len(ranks.processes)))

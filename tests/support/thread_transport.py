@@ -47,7 +47,6 @@ class ThreadHub:
         self.lost: set[int] = set()
 
     def transport(self, rank: int) -> ThreadTransport:
-        """The transport of one rank."""
         return ThreadTransport(self, rank)
 
     def run(self, work: Callable[[ThreadTransport], Result], seconds: float = 240.0) -> list[Result]:

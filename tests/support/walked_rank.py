@@ -39,7 +39,6 @@ class Walk:
         self.is_on = False
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """For ``sys.setprofile``."""
         if event != "call" or not self.is_on or threading.current_thread().name == "zbv-liveness":
             return
         code = frame.f_code
@@ -49,7 +48,6 @@ class Walk:
 
     @property
     def files(self) -> list[str]:
-        """The files, in alphabetical order."""
         return sorted({os.path.relpath(code.co_filename, PACKAGE) for code in self.calls})
 
 

@@ -198,9 +198,7 @@ def disturbed(three: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Distu
     return Disturbed(ended, stopped, bereaved, registered, newest)
 
 
-def test_a_stopped_agents_ranks_end_and_it_leaves_its_successors_checkpoints_alone(
-    disturbed: Disturbed,
-) -> None:
+def test_a_stopped_agent_ends_its_ranks_and_leaves_its_successor_alone(disturbed: Disturbed) -> None:
     assert generation_of(disturbed.newest) == 2
     assert re.search("ended its ranks|ended because its agent has been silent", disturbed.stopped.log)
 
@@ -316,8 +314,6 @@ def test_an_agent_runs_a_script_on_two_ranks_with_the_plan_of_the_run(three: Clu
 @pytest.mark.parametrize(
     ("server", "message"), [("", "--server URL"), ("planner:8000", "must be an address such as http://")]
 )
-def test_a_wrong_address_is_reported_at_once(
-    server: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_address_is_reported(server: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["agent", "--server", server]) == 2
     assert message in capsys.readouterr().err

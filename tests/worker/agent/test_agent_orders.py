@@ -48,9 +48,7 @@ def beat(answer: HeartbeatReply, recorder: Recorder, folder: Path) -> Recorder:
 @pytest.mark.parametrize(
     ("cause", "failed_elsewhere"), [("cancelled", False), ("failed", True), ("unknown-run", True)]
 )
-def test_only_after_a_failure_do_ranks_get_time_to_report(
-    tmp_path: Path, cause: str, failed_elsewhere: bool
-) -> None:
+def test_only_after_a_failure_may_ranks_report(tmp_path: Path, cause: str, failed_elsewhere: bool) -> None:
     # The reason is for people; only the cause counts.
     recorder = beat(HeartbeatReply(True, cause, "the run was cancelled"), Recorder(), tmp_path)
     assert (recorder.stops, recorder.plans) == ([failed_elsewhere], [])

@@ -69,33 +69,21 @@ def test_repeatable_errors_are_distinguished_from_those_of_a_peer(error: Excepti
 
 def work(**options: object) -> dict[str, Any]:
     """The order of a service, with the options that every service sends."""
-    sent = {"backend": "gloo", "timeout": 9.0, "threads": 1, "data_parallel": 2, "shard": False}
-    more: dict[str, Any] = {
-        "precision": "bfloat16",
-        "clip_norm": None,
-        "evaluate_every": None,
-        "checkpoint": None,
-    }
-    more |= {"startup_timeout": 5.0, "compile": False}
-    more |= {"main_gradients": True, "accumulate": 1, "non_finite": "fail"}
+    sent = {
+        "backend": "gloo", "timeout": 9.0, "threads": 1, "data_parallel": 2, "shard": False, "accumulate": 1,
+        "precision": "bfloat16", "clip_norm": None, "evaluate_every": None, "compile": False,
+        "checkpoint": None, "startup_timeout": 5.0, "main_gradients": True, "non_finite": "fail",
+    }  # fmt: skip
     model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     order = {"plan_id": "0" * 64, "model": model, "steps": 3, "run_id": "r", "generation": 2}
-    return {
-        "server": "http://planner",
-        "allowed_models": ["a.*"],
-        "work": {**order, "options": {**sent, **more, **options}},
-    }
+    work = {**order, "options": sent | options}
+    return {"server": "http://planner", "allowed_models": ["a.*"], "work": work}
 
 
 def test_the_options_of_a_run_reach_its_training(tmp_path: Path) -> None:
     checkpoint = {"directory": "/shared", "every": 5, "timeout": 60.0, "sync": True}
-    found = _options(
-        work(
-            **{"startup_timeout": 77.0, "compile": True, "main_gradients": False, "accumulate": 4},
-            **{"checkpoint": checkpoint, "non_finite": "skip"},
-        ),
-        tmp_path,
-    )
+    options = {"startup_timeout": 77.0, "compile": True, "main_gradients": False, "accumulate": 4}
+    found = _options(work(**options, checkpoint=checkpoint, non_finite="skip"), tmp_path)
     assert (found.training.parts, found.training.non_finite) == (4, "skip")
     assert (found.timeout, found.startup_timeout) == (9.0, 77.0)
     assert found.training.program == Program("bfloat16", is_compiled=True, has_main_gradients=False)
@@ -156,9 +144,7 @@ def test_outside_of_a_run_there_is_another_plan(running: Any) -> None:
         ("def f(:", 1, "error", "train.py: SyntaxError: "),
     ],
 )
-def test_the_agent_learns_why_a_script_failed(
-    running: Any, text: str, status: int, kind: str, detail: str
-) -> None:
+def test_the_agent_hears_why_it_failed(running: Any, text: str, status: int, kind: str, detail: str) -> None:
     found, failure = running(text)
     assert (found, failure["kind"], failure["rank"]) == (status, kind, 3)
     assert detail in failure["detail"]

@@ -90,9 +90,7 @@ def a_plan() -> Plan:
     return make_plan(problem, random_orders(problem, Random(1)), method="random")
 
 
-def test_a_trace_is_sent_as_it_is_and_only_when_it_changes(
-    sync: FolderSync, service: Service, tmp_path: Path
-) -> None:
+def test_a_trace_is_sent_only_when_it_changes(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     first = measured(tmp_path, 2, 0)
     sync.start()
     wait_until(lambda: service.seen, "a file is sent")
@@ -123,9 +121,7 @@ def test_events_are_sent_as_the_rank_wrote_them_and_when_they_change(
     ]
 
 
-def test_remaining_files_and_logs_are_sent_at_the_end(
-    sync: FolderSync, service: Service, tmp_path: Path
-) -> None:
+def test_remaining_files_are_sent_at_the_end(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     sync.start()
     printed(tmp_path, 0, stderr="why\n", stdout="what\n")
     printed(tmp_path, 1, stdout="")
@@ -135,9 +131,7 @@ def test_remaining_files_and_logs_are_sent_at_the_end(
     assert service.seen == [("3/trace", last), ("2/log", b"what\nwhy\n"), ("3/log", b"")]
 
 
-def test_a_service_that_is_away_gets_the_trace_later(
-    sync: FolderSync, service: Service, tmp_path: Path
-) -> None:
+def test_a_service_that_is_away_gets_it_later(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     service.is_away = True
     measured(tmp_path, 2, 0)
     sync.start()
@@ -161,9 +155,7 @@ def test_refused_files_are_not_sent_again(sync: FolderSync, service: Service, tm
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_lost_agent_sends_nothing_more(
-    sync: FolderSync, service: Service, tmp_path: Path, status: int
-) -> None:
+def test_a_lost_agent_sends_no_more(sync: FolderSync, service: Service, tmp_path: Path, status: int) -> None:
     service.status = status
     measured(tmp_path, 2, 0)
     measured(tmp_path, 3, 0)

@@ -71,25 +71,18 @@ def test_a_ranks_own_report_counts_more_than_its_status(launching: Any) -> None:
 
 
 def test_a_failure_whose_reason_is_in_the_log_has_the_end_of_the_log(launching: Any) -> None:
-    log = "mkdir -p logs/a/attempt_0/0 logs/a/attempt_0/1; for i in $(seq 99); do echo line $i; done > "
     write = (
-        f"{log}logs/a/attempt_0/0/stdout.log; echo 'train.py: no such flag' > logs/a/attempt_0/0/stderr.log; "
+        "mkdir -p logs/a/attempt_0/0 logs/a/attempt_0/1; cd logs/a/attempt_0; for i in $(seq 99); do echo "
+        "line $i; done > 0/stdout.log; echo 'train.py: no such flag' > 0/stderr.log; "
+        "echo killed > 1/stderr.log; cd ../../..; "
     )
-    said = {
-        "kind": "invalid",
-        "rank": 2,
-        "detail": "rank 2: train.py ended with exit status 2",
-        "is_in_log": True,
-    }
-    silent = write + "echo killed > logs/a/attempt_0/1/stderr.log; " + outcome_of(**{"2": 2, "3": -9})
-    script, other = ended(launching(silent, failure_2=said)).failures
+    said = {"kind": "invalid", "rank": 2, "detail": "rank 2: train.py ended with exit status 2"}
+    silent = write + outcome_of(**{"2": 2, "3": -9})
+    script, other = ended(launching(silent, failure_2=said | {"is_in_log": True})).failures
     first, *_, last = script["detail"].splitlines()
     assert first == "rank 2: train.py ended with exit status 2: train.py: no such flag"
-    assert ("line 99" in script["detail"], "line 50" in script["detail"], last) == (
-        True,
-        False,
-        "train.py: no such flag",
-    )
+    assert last == "train.py: no such flag"
+    assert ("line 99" in script["detail"], "line 50" in script["detail"]) == (True, False)
     assert "is_in_log" not in script
     assert other["detail"].endswith("Its log ends:\nkilled")
 
@@ -146,9 +139,7 @@ def test_an_agent_that_was_silent_for_too_long_ends_its_ranks_and_says_why(launc
     generation.kill()
 
 
-def test_a_node_may_report_its_own_failure_before_it_is_stopped(
-    launching: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_may_report_its_failure_first(launching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_module, "_REPORT_SECONDS", DEADLINE)
     generation = launching("sleep 0.5; " + outcome_of(**{"2": -9}))
     generation.stop(failed_elsewhere=True)

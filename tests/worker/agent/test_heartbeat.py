@@ -50,18 +50,14 @@ def test_the_time_of_the_services_last_answer_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"at": 1.0}'])
-def test_a_folder_without_an_agent_is_reported(
-    tmp_path: Path, text: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_agent_in_a_folder(tmp_path: Path, text: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     if text is not None:
         (tmp_path / FILE).write_text(text)
     assert main(["agent", "--check", "--state-dir", str(tmp_path)]) == 1
     assert f"found no trace of an agent in {tmp_path / FILE}" in capsys.readouterr().err
 
 
-def test_the_command_reports_the_agents_state_without_a_service(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_the_agents_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     beat(tmp_path, answered=True)
     assert main(["agent", "--check", "--state-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("agent node-1 is running")

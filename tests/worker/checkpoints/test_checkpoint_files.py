@@ -63,9 +63,7 @@ def test_every_value_comes_back_with_its_type(tmp_path: Path) -> None:
     assert "absent" not in reader
 
 
-@pytest.mark.parametrize(
-    "value", [object(), lambda: 0, torch.float32, [np.array([object()])], {"x": {object()}}]
-)
+@pytest.mark.parametrize("value", [object(), print, torch.float32, [np.array([object()])], {"x": {object()}}])
 def test_a_value_that_needs_pickle_is_refused_by_name(value: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidRun, match=r"data\.0.* which a checkpoint cannot hold"):
         write(tmp_path, State(values={"data.0": value}))
@@ -75,17 +73,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_come_back_to_the_last_bit_and_shared_memory_is_stored_once(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_tensors_come_back_and_shared_memory_is_stored_once(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = (torch.randn(64, 32) * 10).to(dtype)
-    tensors = {
-        "whole": tensor,
-        "tied": tensor,
-        "turned": tensor.t(),
-        "row": tensor[3],
-        "scalar": tensor[0, 0],
-    }
+    tensors = {"whole": tensor, "tied": tensor, "turned": tensor.t()}
+    tensors |= {"row": tensor[3], "scalar": tensor[0, 0]}
     reader = write(tmp_path / "one", State(tensors={**tensors, "empty": tensor[:0]}))
     found = {name: torch.zeros_like(each) for name, each in tensors.items()}
     reader.read_into({**found, "empty": tensor[:0].clone()})
@@ -95,9 +86,7 @@ def test_tensors_come_back_to_the_last_bit_and_shared_memory_is_stored_once(
     assert (tmp_path / "one" / "rank-00000.safetensors").stat().st_size < twice + tensor.nbytes // 2 + 2000
 
 
-def test_parts_of_several_ranks_are_combined_and_a_gap_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_combined_and_a_gap_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks as FSDP2 shards them: by rows, unevenly, one of them empty."""
     whole = torch.arange(21.0).reshape(7, 3)
     bounds = [(0, 3), (3, 6), (6, 7), (7, 7)]

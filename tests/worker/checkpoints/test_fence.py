@@ -227,13 +227,9 @@ def test_forged_claims_count_only_as_numbers(claimed: object, tmp_path: Path) ->
         second.check()
 
 
-def test_a_new_checkpoint_is_on_disk_before_an_older_one_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_on_disk_before_pruning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[int]] = []
-    monkeypatch.setattr(
-        "zbv_worker.checkpoints.fence._sync", lambda folder: seen.append(set(made_by(folder)))
-    )
+    monkeypatch.setattr("zbv_worker.checkpoints.fence._sync", lambda of: seen.append(set(made_by(of))))
     fence = claim(tmp_path)
     save(fence, 10, kept=1)
     save(fence, 20, kept=1)

@@ -242,9 +242,7 @@ class Position:
         self.at = state["at"]
 
 
-def test_ranks_that_did_not_exist_get_the_state_that_all_ranks_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_ranks_get_the_state_that_all_ranks_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restored: list[Any] = []
     monkeypatch.setattr(checkpoint_state, "_set_random_state", restored.append)
 

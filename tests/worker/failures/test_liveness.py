@@ -52,9 +52,7 @@ def test_a_duty_does_not_run_any_more_once_it_is_removed() -> None:
     liveness.stop()
 
 
-def test_a_starting_rank_says_what_it_waits_for_and_is_late_after_the_timeout(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_starting_rank_says_what_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
     clock, late = ManualClock(), list[str]()
     start = StartWatch(3, 50.0, lambda: "connecting to the other ranks", late.append, clock)
     assert start.look()

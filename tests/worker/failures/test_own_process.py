@@ -41,20 +41,19 @@ def test_a_failure_that_a_peer_caused_is_recorded_at_once_and_again_with_the_cau
     assert status == 1
 
 
-def test_a_rank_whose_update_waits_for_a_sum_blames_the_silent_rank_and_not_itself(tmp_path: Path) -> None:
-    status, said = end("update", tmp_path)
-    assert said[0].startswith("recorded rank 1: its GPU did not complete the update after step 4 within 60 s")
-    assert json.loads(said[1].removeprefix("published "))["rank"] == 2
-    assert said[2].startswith("recorded rank 2 lost: it gives no sign of life")
-    assert status == 1
-
-
-def test_a_rank_whose_action_waits_for_a_gather_blames_the_silent_sibling(tmp_path: Path) -> None:
-    status, said = end("gather", tmp_path)
-    assert said[0].startswith(
-        "recorded rank 1: its GPU did not complete 0F1 within 60 s. With --shard, it may"
-    )
-    assert "the parameters of rank 2, which holds the same stages" in said[0]
+@pytest.mark.parametrize(
+    ("what", "first", "more"),
+    [
+        ("update", "the update after step 4 within 60 s", ""),
+        ("gather", "0F1 within 60 s. With --shard, it may", "the parameters of rank 2, which holds the same"),
+    ],
+)
+def test_a_rank_that_waits_for_a_sum_or_gather_blames_the_silent_rank_and_not_itself(
+    what: str, first: str, more: str, tmp_path: Path
+) -> None:
+    status, said = end(what, tmp_path)
+    assert said[0].startswith(f"recorded rank 1: its GPU did not complete {first}")
+    assert more in said[0]
     assert json.loads(said[1].removeprefix("published "))["rank"] == 2
     assert said[2].startswith("recorded rank 2 lost: it gives no sign of life")
     assert status == 1
@@ -69,10 +68,8 @@ def test_rank_0_serves_the_store_until_the_others_have_read_its_reason(tmp_path:
 
 def test_a_complete_run_succeeds_even_if_its_connections_do_not_close(tmp_path: Path) -> None:
     status, said = end("closes", tmp_path)
-    assert said == [
-        "rank 1: the run is complete, but its connections did not close within 1 s. The process "
-        "ends without them."
-    ]
+    (line,) = said
+    assert line.startswith("rank 1: the run is complete, but its connections did not close within 1 s. ")
     assert status == 0
 
 
@@ -91,9 +88,7 @@ def test_a_process_whose_abort_hangs_ends_all_the_same(tmp_path: Path) -> None:
     assert status == 1
 
 
-def test_an_error_of_the_worker_is_one_line_and_any_other_has_its_traceback(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_error_of_the_worker_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_error(InvalidRun("no such plan.")) == 2
     assert capsys.readouterr().err == "zbv-worker: no such plan.\n"
     with pytest.raises(ZeroDivisionError) as raised:

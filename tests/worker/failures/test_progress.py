@@ -55,9 +55,7 @@ def test_the_file_follows_the_progress(tmp_path: Path) -> None:
     liveness.stop()
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_written_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_file_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = ProgressFile(tmp_path / "absent" / "progress.json", 3, CurrentProgress())
     assert file.write()
     assert file.write()

@@ -1,8 +1,9 @@
-"""A process's cores, and the modules that it can import."""
+"""A process's cores, the modules that it can import, and how its end is reported."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host import process
 from zbv_worker.host.environment import environment_of_ranks, searched
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 from zbv_worker.model.spec import ModelSpec
 
 
@@ -55,9 +57,7 @@ def test_a_command_searches_the_working_directory(
     assert "has no function 'layers'" in capsys.readouterr().err
 
 
-def test_a_missing_module_is_reported_with_the_search_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_module_is_reported_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InvalidRun) as found:
         ModelSpec("nowhere.at:all").build()
@@ -88,3 +88,23 @@ def test_an_agents_ranks_search_its_directories_but_not_its_working_directory(tm
             check=False,
         )
         assert found.returncode == expected, found.stderr
+
+
+def test_a_crash_in_native_code_is_reported_with_the_python_code_that_led_there(tmp_path: Path) -> None:
+    command = python_command("timeit", "-n1", "-r1", "import ctypes; ctypes.string_at(0)")
+    with LocalRanks([command], tmp_path) as ranks, pytest.raises(LaunchError) as raised:
+        ranks.wait(timeout=240)
+    assert "rank 0 ended with status -11" in str(raised.value)
+    assert "Fatal Python error: Segmentation fault" in str(raised.value)
+    assert "in string_at" in str(raised.value)
+
+
+def test_a_forked_rank_can_be_killed_and_does_not_outlive_its_block(tmp_path: Path) -> None:
+    command = python_command("timeit", "-n1", "-r1", "import time; time.sleep(60)")
+    with LocalRanks([command] * 2, tmp_path) as ranks:
+        os.kill(ranks.processes[1].pid, signal.SIGKILL)
+        with pytest.raises(LaunchError, match="rank 1 ended with status -9"):
+            ranks.wait(timeout=240)
+        os.kill(ranks.processes[0].pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(ranks.processes[0].pid, 0)

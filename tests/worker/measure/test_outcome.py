@@ -23,9 +23,7 @@ from zbv_worker.tracing.merged_trace import RankTrace
 
 MS = 1_000_000
 PLACEMENT = Placement.of("single", 2)
-PROBLEM = Problem(
-    PLACEMENT, 1, Costs((2.0, 2.0), (3.0, 3.0), (1.0, 1.0), (0.5,)), Memory.unlimited(PLACEMENT)
-)
+PROBLEM = Problem(PLACEMENT, 1, Costs((2, 2), (3, 3), (1, 1), (0.5,)), Memory.unlimited(PLACEMENT))
 ORDERS = Orders.from_text([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
 PLAN = WholePlan("ab" * 32, PROBLEM, ORDERS, objective_value=11.0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.forked_ranks import fork_module
 from support.processes import DEADLINE, wait_until
-from support.thread_transport import ThreadHub
+from support.thread_transport import ThreadHub, ThreadTransport
+from torch import nn
 from zbv_solver.problem.reading import parse_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.measure.profile import profile
@@ -35,6 +35,7 @@ from zbv_worker.measure.profile.profile import (
 from zbv_worker.measure.profile.rank import RankProfiler
 from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.models.tiny import Tiny
 from zbv_worker.stage.recorder import SplitShare
 from zbv_worker.transport.channels import ChannelKey
 
@@ -195,10 +196,19 @@ def test_profile_measures_a_real_models_stages(
     assert "Copies to the host" in said
 
 
-def test_a_model_that_fails_is_reported_with_its_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["profile", "--model", "support.broken_model:broken"]
+class Broken(Tiny):
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        raise RuntimeError("this model never builds a stage")
+
+
+def test_a_failing_model_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "profile",
+        "--model",
+        "worker.measure.test_profile:Broken",
+        "--model-args",
+        '{"width": 8, "rows": 4}',
+    ]
     assert main([*arguments, "--pp", "1", "--microbatches", "4", "-o", str(tmp_path / "p.json")]) == 1
     assert "this model never builds a stage" in capsys.readouterr().err
     assert not (tmp_path / "p.json").exists()
@@ -276,20 +286,11 @@ def test_the_time_of_the_answer_is_subtracted() -> None:
 
 
 def test_both_directions_are_measured_by_the_first_rank_and_answered_by_the_other() -> None:
-    hub = ThreadHub(3)
-    found: dict[int, list[LinkProfile]] = {}
-
-    def rank_main(rank: int) -> None:
-        transport = hub.transport(rank)
+    def links(transport: ThreadTransport) -> list[LinkProfile]:
         transport.open([ChannelKey(0, 1), ChannelKey(1, 0)], 60)
-        profiler = LinkProfiler(transport, torch.device("cpu"), 60, lambda: None)
-        found[rank] = list(profiler.links(0, 1, 12_000))
+        return list(LinkProfiler(transport, torch.device("cpu"), 60, lambda: None).links(0, 1, 12_000))
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    found = ThreadHub(3).run(links)
     assert [(link.sender, link.receiver) for link in found[0]] == [(0, 1), (1, 0)]
     assert found[1] == found[2] == []
     for link in found[0]:

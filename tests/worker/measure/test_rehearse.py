@@ -6,7 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.selfcheck import random_orders
-from support.thread_transport import ThreadHub
+from support.thread_transport import ThreadHub, ThreadTransport
 from zbv_service.client import Client
 from zbv_service.client.retries import DEFAULT_RETRIES
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.problem import Objective, Problem, Units
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_worker.commands.cli import main
@@ -33,11 +32,9 @@ from zbv_worker.measure.rehearse.sleeping_stage import SleepingDevice
 
 
 def problem_of(p: int, microbatches: int, objective: Objective = "span") -> Problem:
-    placement = Placement.of("v", p)
-    stages = placement.n_stages
-    costs = Costs((2.0,) * stages, (2.0,) * stages, (1.0,) * stages, (0.0,) * (stages - 1))
-    memory = Memory.unlimited(placement)
-    return Problem(placement, microbatches, costs, memory, objective, Units(time="ms"))
+    costs = {"forward": 2, "backward_input": 2, "backward_weight": 1}
+    document = {"pp_degree": p, "microbatches": microbatches, "costs": costs}
+    return parse_problem({**document, "objective": objective, "units": {"time": "ms"}})
 
 
 def write_plan(path: Path, problem: Problem, seed: int) -> Path:
@@ -65,16 +62,8 @@ def test_an_action_takes_the_time_that_its_microbatch_needs() -> None:
             taken.append(nanoseconds)
             return 0
 
-    document = {
-        "pp_degree": 1,
-        "microbatches": 3,
-        "features": {"tokens": [1, 5, 1]},
-        "costs": {
-            "forward": {"fixed": 2, "tokens": 1},
-            "backward_input": {"tokens": 3},
-            "backward_weight": 4,
-        },
-    }
+    costs = {"forward": {"fixed": 2, "tokens": 1}, "backward_input": {"tokens": 3}, "backward_weight": 4}
+    document = {"pp_degree": 1, "microbatches": 3, "features": {"tokens": [1, 5, 1]}, "costs": costs}
     problem = parse_problem(document)
     orders = random_orders(problem, Random(0))
     plan = WholePlan("plan", problem, orders, 0.0)
@@ -122,10 +111,8 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_the_planned_times(
     trace = json.loads((tmp_path / "trace.json").read_text())
     for rank in range(p):
         assert actions_of(trace, rank) == plan.orders.text(rank) * 3  # including the warm-up
-    received = {
-        event["args"].get("received_bytes", 0) for event in trace["traceEvents"] if event["ph"] == "X"
-    }
-    assert received == {0, 5000}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["args"].get("received_bytes", 0) for event in events} == {0, 5000}
 
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert numbers["planned"] == pytest.approx(plan.objective_value / 1e3)
@@ -144,17 +131,14 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_the_planned_times(
 
 
 def test_ranks_with_different_plans_refuse_by_name() -> None:
-    hub, problem = ThreadHub(2), problem_of(2, 3)
+    problem = problem_of(2, 3)
 
-    def rehearsed(rank: int) -> object:
-        plan = WholePlan(f"{rank}" * 64, problem, random_orders(problem, Random(0)), 1.0)
-        return rehearse_on(hub.transport(rank), options(1e-9), plan, plan.of_rank(rank))
+    def rehearsed(transport: ThreadTransport) -> object:
+        plan = WholePlan(f"{transport.rank}" * 64, problem, random_orders(problem, Random(0)), 1.0)
+        return rehearse_on(transport, options(1e-9), plan, plan.of_rank(transport.rank))
 
-    with (
-        ThreadPoolExecutor(2) as pool,
-        pytest.raises(Disagreement, match=r"plan id \(rank 0: 0+…; rank 1: 1+…"),
-    ):
-        list(pool.map(rehearsed, range(2)))
+    with pytest.raises(Disagreement, match=r"plan id \(rank 0: 0+…; rank 1: 1+…"):
+        ThreadHub(2).run(rehearsed)
 
 
 def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehearse, tmp_path: Path) -> None:
@@ -180,36 +164,29 @@ def test_in_the_environment_of_torchrun_it_is_one_of_the_ranks(tmp_path: Path) -
     assert [started.log(rank).count("measured") for rank in range(2)] == [1, 0]  # rank 0 alone reports
 
 
-def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(
-    rehearse: Rehearse, tmp_path: Path
-) -> None:
+def test_a_late_tensor_is_named_with_rank_action_and_peer(rehearse: Rehearse, tmp_path: Path) -> None:
     """Rank 0 sleeps for much longer than rank 1 waits for its first input."""
     path = write_plan(tmp_path / "plan.json", problem_of(2, 1), seed=0)
     finished = rehearse("--plan-file", path, "--scale", 60, "--timeout", 5)
     assert finished.returncode == 1
-    assert re.search(
-        r"rank 1 waited 5 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive",
-        finished.stderr,
-    )
+    said = "rank 1 waited 5 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive"
+    assert said in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
-def test_a_plan_with_a_deadlock_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+def test_a_plan_with_a_deadlock_is_refused(rehearse: Rehearse, tmp_path: Path) -> None:
     orders = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]])
     document = {"problem": problem_json(problem_of(2, 1)), "ranks": orders.all_text()}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
-    assert main(["rehearse", "--plan-file", str(path)]) == 2
-    assert re.search("2F0|deadlock", capsys.readouterr().err)
+    finished = rehearse("--plan-file", path)
+    assert finished.returncode == 2
+    assert re.search("2F0|deadlock", finished.stderr)
 
 
 def test_without_an_answer_of_the_service_in_zbv_server_the_status_is_1(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RANK", raising=False)
     given: list[float] = []
 
     class Watched(Client):
@@ -219,8 +196,8 @@ def test_without_an_answer_of_the_service_in_zbv_server_the_status_is_1(
 
     monkeypatch.setattr("zbv_service.client.Client", Watched)
     monkeypatch.setenv("ZBV_SERVER", "http://127.0.0.1:9")
-    assert main(["rehearse", "--plan", "ab", "--timeout", "1.5"]) == 1
-    assert "no plan ab from http://127.0.0.1:9" in capsys.readouterr().err
+    finished = rehearse("--plan", "ab", "--timeout", 1.5)
+    assert (finished.returncode, "no plan ab from http://127.0.0.1:9" in finished.stderr) == (1, True)
     assert given == [1.5], "all attempts together keep the timeout"
 
 
@@ -234,8 +211,7 @@ def test_a_time_unit_comes_from_the_caller_the_problem_or_10_ms_actions() -> Non
     plan = WholePlan("aa", problem, orders, 1.0)
     assert options(0.5).seconds_per_unit(plan) == 0.5
     assert options().seconds_per_unit(plan) == pytest.approx(1e-3)
-    placement = problem.placement
-    unnamed = Problem(placement, 2, problem.costs, Memory.unlimited(placement))
+    unnamed = replace(problem, units=Units())
     # Actions of 2, 2 and 1 units: a mean of 5/3.
     assert options().seconds_per_unit(WholePlan("aa", unnamed, orders, 1.0)) == pytest.approx(0.006)
 

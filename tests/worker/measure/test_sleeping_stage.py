@@ -41,11 +41,9 @@ class Host:
     def __init__(self, late: int):
         self.now = self.cpu = self.blocks = 0
         self.late = late
-        self.device = SleepingDevice(
-            lambda: self.now, lambda: self.cpu, lambda: self.blocks, self.pause_until
-        )
+        self.device = SleepingDevice(lambda: self.now, lambda: self.cpu, lambda: self.blocks, self.wait_until)
 
-    def pause_until(self, due: int) -> None:
+    def wait_until(self, due: int) -> None:
         self.now = max(self.now, due) + self.late
 
     def works(self, nanoseconds: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import Adapted
+from support.functions import Adapted
 from torch import Tensor, nn
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config
 from zbv_models.estimate.layers import LayerEstimate
@@ -175,9 +175,8 @@ def test_the_frozen_ends_keep_the_estimated_bytes(shape: tuple[int, int, int, in
     assert (embedding.after_forward, embedding.after_input) == (0, 0)
 
     head = estimated(*shape, frozen=["head"])[-1].plain
-    last = measured(
-        STAGES - 1, Head(width).requires_grad_(False), torch.randn(sequences, length, width), characters
-    )
+    hidden = torch.randn(sequences, length, width)
+    last = measured(STAGES - 1, Head(width).requires_grad_(False), hidden, characters)
     assert last.after_forward + characters.nbytes == pytest.approx(head.after_forward, abs=64)
     assert last.after_input == pytest.approx(head.after_input, abs=64)
 

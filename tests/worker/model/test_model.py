@@ -36,13 +36,9 @@ def model(**changed: Any) -> Model:
 
 def test_it_satisfies_the_protocols_that_its_parts_allow() -> None:
     plain = model()
-    assert isinstance(plain, PipelineModel)
-    assert isinstance(plain, Layered)
-    assert isinstance(plain, NamedOptimizer)
-    assert isinstance(plain, Tied)
-    assert not isinstance(plain, Evaluated)
-    assert not isinstance(plain, Scheduled)
-    assert not isinstance(plain, Weighted)
+    for protocol in (PipelineModel, Layered, NamedOptimizer, Tied):
+        assert isinstance(plain, protocol)
+    assert not isinstance(plain, Evaluated | Scheduled | Weighted)
     full = model(evaluation_data=SAMPLES, schedule=lambda optimizer: None)
     assert isinstance(full, Evaluated)
     assert isinstance(full, Scheduled)

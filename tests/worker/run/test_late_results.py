@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.fake_cuda import FakeCuda, HostOfDevice, HostWaits
-from support.plans import unit_problem
-from support.thread_pipeline import on_ranks, plan_of
+from support.plans import V_OF_TWO, unit_problem
+from support.thread_pipeline import on_ranks, plan_of, returned
 from support.thread_transport import ThreadHub, ThreadTransport
-from support.trained import CPU, Remembering, Trained, train_in_threads
+from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_worker.checkpoints.checkpoint import CheckpointOptions
@@ -61,9 +63,8 @@ class NotFiniteAt(Remembering):
         return super().loss(output, target) * torch.where(is_bad, math.nan, 1.0)
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        if self._fused:
-            return torch.optim.AdamW(parameters, lr=0.05, fused=True)
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        fused, plain = partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, momentum=0.9)
+        return (fused if self._fused else plain)(parameters, lr=0.05)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -85,6 +86,14 @@ def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, cuda: Callable[[], FakeCuda]) -
 
         monkeypatch.setattr(Stage, name, slow)
     monkeypatch.setattr(executor, "HostTimeline", timeline)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The simulated GPU of every executor."""
+    made = FakeCuda()
+    on_fake_gpu(monkeypatch, lambda: made)
+    return made
 
 
 def training_of(model: Remembering, steps: int = STEPS, **options: Any) -> Loop:
@@ -112,10 +121,8 @@ def train(model: Remembering, steps: int = STEPS, **options: Any) -> Loop:
     ],
 )
 def test_the_host_never_waits_for_the_device_within_a_step_except_for_its_limited_lead(
-    options: dict[str, Any], bad_step: int | None, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], bad_step: int | None, cuda: FakeCuda
 ) -> None:
-    cuda = FakeCuda()
-    on_fake_gpu(monkeypatch, lambda: cuda)
     training = training_of(NotFiniteAt(bad_step, fused=True), **options)
     with HostWaits(cuda) as waits:
         for step in range(STEPS):
@@ -182,42 +189,24 @@ def test_late_results_are_those_of_a_run_that_waits(
     assert late_events == events
     taken = sum(not is_skipped for *_, is_skipped in lines)
     assert late_rates == rates == pytest.approx([0.05 * 0.5**taken])
-    for name, value in expected.items():
-        assert torch.equal(parameters[name].nan_to_num(), value.nan_to_num()), name
+    torch.testing.assert_close(parameters, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("replicas", "options"), [(1, {"clip_norm": 0.1}), (2, {"precision": "float16"})])
 def test_ranks_and_replicas_agree_with_a_run_that_waits(
     options: dict[str, Any], replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = unit_problem(2, 2)
-    orders = Orders.from_text(
-        [
-            ["0F0", "0F1", "3F0", "3I0", "3F1", "3I1", "0I0", "0W0", "0I1", "0W1", "3W0", "3W1"],
-            ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2I1", "1I1", "2W0", "1W0", "2W1", "1W1"],
-        ]
-    )
-    training = TrainingOptions(replicas=replicas, **options)
-    runs: list[Trained] = [train_in_threads(problem, orders, training, STEPS)]
-    devices = threading.local()
-
-    def of_this_rank() -> FakeCuda:
-        if not hasattr(devices, "cuda"):
-            devices.cuda = FakeCuda()
-        return devices.cuda  # type: ignore[no-any-return]  # a thread's attribute
-
-    on_fake_gpu(monkeypatch, of_this_rank)
-    runs.append(train_in_threads(problem, orders, training, STEPS))
-    assert runs[0].losses == runs[1].losses
-    for early, late in zip(runs[0].parameters, runs[1].parameters, strict=True):
-        assert all(torch.equal(early[name], late[name]) for name in early)
+    run = unit_problem(2, 2), V_OF_TWO, TrainingOptions(replicas=replicas, **options), STEPS
+    early = train_in_threads(*run)
+    devices: dict[int, FakeCuda] = defaultdict(FakeCuda)  # by rank, which is a thread
+    on_fake_gpu(monkeypatch, lambda: devices[threading.get_ident()])
+    late = train_in_threads(*run)
+    assert early.losses == late.losses
+    torch.testing.assert_close(late.parameters, early.parameters, rtol=0, atol=0)
 
 
-def test_a_failing_step_is_reported_one_step_later_and_never_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = FakeCuda()
-    on_fake_gpu(monkeypatch, lambda: cuda)
+@pytest.mark.usefixtures("cuda")
+def test_a_failing_step_is_never_saved(tmp_path: Path) -> None:
     training = training_of(
         NotFiniteAt(2, fused=True), steps=9, checkpoint=CheckpointOptions(tmp_path, every=3), clip_norm=0.1
     )
@@ -228,18 +217,13 @@ def test_a_failing_step_is_reported_one_step_later_and_never_saved(
     assert not list(tmp_path.glob("step-*3*"))
 
 
-def test_the_last_steps_failure_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda()
-    on_fake_gpu(monkeypatch, lambda: cuda)
+@pytest.mark.usefixtures("cuda")
+def test_the_last_steps_failure_is_not_lost() -> None:
     with pytest.raises(NotFinite, match="step 3"):
         train(NotFiniteAt(3))
 
 
-def test_float16_and_skipping_without_a_fused_optimizer_wait_for_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = FakeCuda()
-    on_fake_gpu(monkeypatch, lambda: cuda)
+def test_float16_and_unfused_optimizers_wait_for_the_device(cuda: FakeCuda) -> None:
     assert training_of(NotFiniteAt(), precision="float16")._update.must_wait
     for fused in (False, True):
         training = training_of(NotFiniteAt(fused=fused), non_finite="skip")
@@ -249,18 +233,16 @@ def test_float16_and_skipping_without_a_fused_optimizer_wait_for_the_device(
         assert bool(waits.found) == (not fused)
 
 
-def test_an_evaluation_reports_the_step_before_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda()
-    on_fake_gpu(monkeypatch, lambda: cuda)
+@pytest.mark.usefixtures("cuda")
+def test_an_evaluation_reports_the_step_before_it_first() -> None:
     training = training_of(NotFiniteAt(), evaluate_every=2)
-    seen: list[int] = []
-    evaluate = training._evaluate
+    seen, evaluate = list[int](), training._evaluate
 
     def watched(step: int) -> None:
         seen.append(len(training.report.lines))
         evaluate(step)
 
-    monkeypatch.setattr(training, "_evaluate", watched)
+    training._evaluate = watched  # type: ignore[method-assign]
     for step in range(STEPS):
         training.step(step)
     assert seen == [0, 2]
@@ -271,7 +253,9 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return nn.functional.mse_loss(output, target, reduction="sum"), target.abs().sum()
 
 
-def test_the_host_never_waits_in_a_step_of_a_pipeline_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_never_waits_in_a_step_of_a_pipeline(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Apart from two reads of host memory: samples of the batch, and a number of the host's generator."""
     cuda = FakeCuda()
     monkeypatch.setattr(ThreadTransport, "sum_over_ranks", OnDevice.sum_over_ranks)
@@ -294,7 +278,5 @@ def test_the_host_never_waits_in_a_step_of_a_pipeline_either(monkeypatch: pytest
 
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(2)]
-    (late,) = on_ranks(plan_of(1, "v", 3), lambda: layers, weighted, program)
-    if isinstance(late, Exception):
-        raise late
+    (late,) = returned(on_ranks(plan_of(1, "v", 3), lambda: layers, weighted, program))
     assert late[0] > late[-1]

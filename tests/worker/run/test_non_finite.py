@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from support.gradients import relative_error
 from support.plans import random_plan
-from support.thread_transport import ThreadHub
+from support.thread_transport import ThreadHub, ThreadTransport
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor
 from zbv_worker.errors import NotFinite, WorkerError
@@ -56,9 +55,7 @@ class Steep(torch.autograd.Function):
         return torch.full_like(gradients[0], math.inf)
 
 
-def train(
-    steps: int = STEPS, value: float = math.nan, gradient_only: bool = False, **options: Any
-) -> Trained:
+def train(steps: int, value: float = math.nan, gradient_only: bool = False, **options: Any) -> Trained:
     def model() -> NotFiniteInStep1:
         return NotFiniteInStep1(value, gradient_only)
 
@@ -150,19 +147,17 @@ def test_a_float16_overflow_is_skipped_and_is_an_event_only_at_scale_1(
 
 def test_every_rank_fails_alike_where_they_share_the_norm() -> None:
     """No rank waits in the next step for a peer that has ended."""
-    hub = ThreadHub(2)
 
-    def work(rank: int) -> Any:
+    def work(transport: ThreadTransport) -> Any:
         module = torch.nn.Linear(2, 2)
         gradients = Gradients({0: module})
         gradients.begin()
         module(torch.ones(1, 2)).sum().backward()
-        update = Update(Remembering(), gradients, hub.transport(rank), LossScale(), 1.0)
-        numbers = update.launch(10.0, torch.tensor(math.nan) if rank == 1 else None)
+        update = Update(Remembering(), gradients, transport, LossScale(), 1.0)
+        numbers = update.launch(10.0, torch.tensor(math.nan) if transport.rank == 1 else None)
         return update.settle([float(number) for number in numbers])
 
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(work, range(2)))
+    answers = ThreadHub(2).run(work)
     assert all(answer.is_failed and answer.is_skipped for answer in answers)
     assert str(answers[1].non_finite[0]) == "('loss', nan)"
 

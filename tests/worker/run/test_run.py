@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from support.absent_rank import LATE
 from support.plans import random_plan, unit_problem, write_plan
 from support.processes import wait_until
 from support.rank_files import found_by
@@ -26,7 +26,51 @@ from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run import run
 from zbv_worker.run.options import RunOptions
 from zbv_worker.tracing.report import RankReport, read_reports, summarise
-from zbv_worker.transport.world import World
+from zbv_worker.transport.connect import connect
+from zbv_worker.transport.world import Layout, World
+
+TIMEOUT = 2.0
+LATE = {"barrier": 2, "ranks": 1, "replicas": 2}
+"""The rank that is late, by collective."""
+
+
+def error_of(what: str, late: int, folder: Path) -> str:
+    """What a rank's collective raises; the late one waits until the others have raised it."""
+    world = World.from_environment()
+    replicas = world.world_size if what == "replicas" else 1
+    transport = connect(world, "gloo", torch.device("cpu"), 60.0, Layout.of_world(world.world_size, replicas))
+    transport.barrier(60.0)  # from here on, only the late rank is late
+    files = {rank: folder / f"{what}-{rank}" for rank in range(world.world_size)}
+    said = ""
+    if world.rank == late:
+        _wait_for(path for rank, path in files.items() if rank != late)
+    else:
+        try:
+            if what == "barrier":
+                transport.barrier(TIMEOUT)
+            elif what == "ranks":
+                transport.sum_over_ranks(torch.ones(1), TIMEOUT)
+            else:
+                transport.sum_over_replicas(torch.ones(1)).wait(TIMEOUT)
+        except TimeoutError as error:
+            said = str(error)
+        if world.rank == 0:  # it serves the store, in which the others look for the missing rank
+            _wait_for(path for rank, path in files.items() if rank not in (0, late))
+        files[world.rank].touch()
+    transport.close()
+    return said
+
+
+def _wait_for(paths: Iterable[Path]) -> None:
+    for path in paths:
+        while not path.exists():
+            time.sleep(0.02)
+
+
+def of_rank(folder: Path) -> dict[str, str]:
+    """What every collective raises on this rank."""
+    return {what: error_of(what, late, folder) for what, late in LATE.items()}
+
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 PLAN = random_plan(2, 4, seed=3)
@@ -81,9 +125,7 @@ def test_a_run_writes_one_trace_of_all_ranks(alone: tuple[Path, list[str]]) -> N
     assert sizes == {0, 2 * 16 * 16 * 4}  # sequences, length, width, bytes of a float
 
 
-def test_plans_that_take_turns_train_as_if_alone(
-    alone: tuple[Path, list[str]], plan_file: Path, tmp_path: Path
-) -> None:
+def test_plans_take_turns_as_if_alone(alone: tuple[Path, list[str]], plan_file: Path, tmp_path: Path) -> None:
     """Two placements take turns step by step; each trains its own copy of the model."""
     expected = summarise(read_reports(alone[0] / "results", 2)).losses
     assert len(expected) == 3
@@ -106,9 +148,7 @@ def identity_in(path: Path) -> str:
     return plan_id
 
 
-def test_results_are_written_before_the_groups_are_destroyed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_written_before_groups_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hang() -> None:
         raise KeyboardInterrupt
 
@@ -148,7 +188,7 @@ def test_a_rank_that_does_not_start_is_named_within_the_timeout(plan_file: Path,
 
 
 def test_an_absent_rank_of_a_collective_is_named_on_every_other_rank(tmp_path: Path) -> None:
-    found = found_by("absent_rank", 3, tmp_path)
+    found = found_by("worker.run.test_run", 3, tmp_path)
     for what, said in (
         ("barrier", "Ranks 2 failed to pass"),
         ("ranks", "rank 1 did not take part"),
@@ -176,11 +216,7 @@ def as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_wrong_arguments_give_a_message_and_status_2(
-    arguments: list[str],
-    message: str,
-    plan_file: Path,
-    as_rank_0: None,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, plan_file: Path, as_rank_0: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replaced = [str(plan_file) if argument == "PLAN" else argument for argument in arguments]
     assert main(["run", *replaced, "--timeout", "1"]) == 2

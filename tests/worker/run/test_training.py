@@ -78,9 +78,7 @@ def test_auxiliary_losses_are_reported(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(("replicas", "clip_norm"), [(1, 0.05), (2, 0.05), (1, 1e6)])
-def test_gradients_are_clipped_if_the_norm_of_the_whole_model_is_larger(
-    replicas: int, clip_norm: float
-) -> None:
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(replicas: int, clip_norm: float) -> None:
     options = TrainingOptions(replicas=replicas, clip_norm=clip_norm)
     found = train_in_threads(*random_plan(), options, STEPS)
     expected, _, norms = train_alone(MICROBATCHES * replicas, STEPS, clip_norm=clip_norm)
@@ -92,9 +90,7 @@ def test_gradients_are_clipped_if_the_norm_of_the_whole_model_is_larger(
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
-def test_mixed_precision_trains_nearly_the_same(
-    precision: Literal["bfloat16", "float16"], tolerance: float
-) -> None:
+def test_mixed_precision_trains_alike(precision: Literal["bfloat16", "float16"], tolerance: float) -> None:
     found = train_in_threads(*random_plan(), TrainingOptions(precision=precision), STEPS)
     expected, losses, _ = train_alone(MICROBATCHES, STEPS)
     assert found.losses == pytest.approx(losses, rel=tolerance)

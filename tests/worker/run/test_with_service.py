@@ -35,9 +35,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
         yield started
 
 
-def test_each_rank_fetches_its_list_from_the_service_and_trains(
-    service: LocalService, tmp_path: Path
-) -> None:
+def test_each_rank_fetches_its_list_from_a_service_and_trains(service: LocalService, tmp_path: Path) -> None:
     problem, orders = random_plan()
     plan = make_plan(problem, orders, method="random")
     with Client(service.address) as client:
@@ -63,11 +61,8 @@ def test_each_rank_fetches_its_list_from_the_service_and_trains(
     for source in (PlanSource(service.address, copied.plan_id), PlanSource(file=tmp_path / "copied.json")):
         listed = source.rank_plan(0, timeout=60)
         assert listed == RankPlan.of(copied.plan_id, copied.problem, copied.orders, 0)
-        assert [(place, str(action)) for place, action in listed.copies] == [
-            (1, "0O0"),
-            (1, "0D0"),
-            (1, "0R0"),
-        ]
+        copies = [(place, str(action)) for place, action in listed.copies]
+        assert copies == [(1, "0O0"), (1, "0D0"), (1, "0R0")]
     command = python_command(
         "zbv_worker",
         *("run", "--server", service.address, "--plan", plan.plan_id, "--steps", "2", "--threads", "1"),
@@ -91,20 +86,13 @@ def test_the_service_plans_the_layers_of_a_pipeline_where_the_planner_is_not_ins
     layers, x = [nn.Linear(4, 4) for _ in range(3)], torch.rand(8, 4)
     expected = nn.functional.mse_loss(nn.Sequential(*layers)(x), x).item()
     with zbv.Pipeline(
-        None,
-        layers,
-        nn.functional.mse_loss,
-        microbatches=2,
-        example=(x[:4], x[:4]),
-        service=service.address,
+        None, layers, nn.functional.mse_loss, microbatches=2, example=(x[:4], x[:4]), service=service.address
     ) as pipe:
         assert pipe.step(x, x).item() == pytest.approx(expected, rel=1e-6)
     assert "planned 2 microbatches on 1 rank" in capsys.readouterr().err
 
 
-def test_a_service_that_does_not_start_is_reported_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_service_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "zbv-service"
     script.write_text("#!/bin/sh\necho no database >&2\nexit 1\n")
     script.chmod(0o755)

@@ -79,8 +79,7 @@ class Reader:
 def require_extras(package: str) -> None:
     """The package of a ``pip install`` has these extras; it is not installed here."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    found = re.fullmatch(r"\.\[([\w,]+)\]", package)
-    assert found is not None
+    found: Any = re.fullmatch(r"\.\[([\w,]+)\]", package)
     assert set(found[1].split(",")) <= set(known)
 
 
@@ -139,10 +138,8 @@ def test_a_run_and_a_pipeline_resume_from_each_others_checkpoints(reader: Reader
             pipe.step(microbatches=[model.microbatch(step, index) for index in range(4)])
             optimizer.step()
             optimizer.zero_grad()
-    line = (
-        "torchrun --nproc-per-node 2 --no-python zbv-worker run --plan-file plan.json --model mymodel:layers"
-    )
-    line += " --steps 24 --checkpoint-dir saved"
+    line = "torchrun --nproc-per-node 2 --no-python zbv-worker run --plan-file plan.json"
+    line += " --model mymodel:layers --steps 24 --checkpoint-dir saved"
     reader.follow("sh", line)
     assert re.findall(r"step (\d+): loss", reader.logs[line]) == ["22", "23"]
 

@@ -1,4 +1,7 @@
-"""One trace of all ranks: on one clock, in the plan's order, in a format that viewers read."""
+"""One trace of all ranks: on one clock, in the plan's order, in a format that viewers read.
+
+Clock offsets are exact for symmetric messages, and their error never exceeds the stated one.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.plans import random_plan
-from support.thread_transport import ThreadHub
+from support.thread_transport import ThreadHub, ThreadTransport
 from zbv_solver.plans.orders import Action
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource, WholePlan
 from zbv_worker.measure.rehearse.rehearse import RehearseOptions, rehearse_on
-from zbv_worker.tracing.merged_trace import Alignment, Clock, Offset, RankTrace, claim, render
+from zbv_worker.tracing.merged_trace import Alignment, Clock, Offset, RankTrace, claim, find_offsets, render
 
 SECOND = 1_000_000_000
 SAME = Alignment((Offset(),) * 2, (Offset(),) * 2)
@@ -41,25 +44,13 @@ def complete_events(document: dict[str, Any]) -> list[dict[str, Any]]:
 def test_events_carry_action_step_wait_and_bytes_in_microseconds_from_the_first() -> None:
     document = json.loads(render([[small_trace(0), small_trace(1)]], SAME))
     events = complete_events(document)
-    assert [event["name"] for event in events if event["tid"] == 1] == [
-        "1F0",
-        "wait for the input of 1B0",
-        "1B0",
-        "wait for the input of 1F0",
-        "1F0",
-        "1B0",
-    ]
+    found, wait = [event["name"] for event in events if event["tid"] == 1], "wait for the input of"
+    assert found == ["1F0", f"{wait} 1B0", "1B0", f"{wait} 1F0", "1F0", "1B0"]
     waited, backward = events[1:3]
     assert (waited["ts"], waited["dur"], waited["cat"]) == (2.5, 0.5, "waiting")
     assert (backward["ts"], backward["dur"], backward["cat"]) == (3.0, 2.0, "full backward")
-    assert backward["args"] == {
-        "stage": 0,
-        "microbatch": 0,
-        "letter": "B",
-        "step": 0,
-        "wait": 0.5,
-        "received_bytes": 64,
-    }
+    place = {"stage": 0, "microbatch": 0, "letter": "B", "step": 0}
+    assert backward["args"] == {**place, "wait": 0.5, "received_bytes": 64}
     names = [event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"]
     assert names == ["rank 0", "rank 1"]
 
@@ -76,11 +67,80 @@ def test_an_unwritable_output_is_named_before_anything_runs(tmp_path: Path) -> N
         claim(tmp_path / "file" / "trace.json")
 
 
-SHIFTS = (0, 5 * SECOND, -2 * SECOND)
+class Post(ThreadTransport):
+    """Rank 0 of two on a simulated clock; ``delays`` has the times of the messages there and back."""
+
+    def __init__(self, delays: list[tuple[int, int]], ahead: int):
+        super().__init__(ThreadHub(2), 0)
+        self.now = 5 * SECOND
+        self._delays = delays
+        self._ahead = ahead
+        self._turn = -1
+
+    def clock(self) -> int:
+        return self.now
+
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        self._turn += 1
+        self.now += self._delays[self._turn][0]
+
+    def hear(self, peer: int, timeout: float) -> int:
+        shown = self.now + self._ahead
+        self.now += self._delays[self._turn][1]
+        return shown
+
+    def gather(self, value: Any, timeout: float) -> list[Any]:
+        return [value, None]
+
+    def barrier(self, timeout: float) -> None: ...
+
+
+def test_the_shortest_exchange_counts_and_a_symmetric_one_is_exact() -> None:
+    post = Post([(400, 20), (30, 30), (50, 900)], ahead=-7_000)
+    first, second = find_offsets(post, 1.0, post.clock, exchanges=3)
+    assert (first.ahead, first.uncertainty) == (0, 0)
+    assert (second.ahead, second.uncertainty) == (-7_000, 30)
+
+
+@pytest.mark.parametrize("delays", [(0, 100), (100, 0), (33, 68)])
+def test_the_error_of_an_asymmetric_exchange_is_at_most_its_uncertainty(delays: tuple[int, int]) -> None:
+    post = Post([delays], ahead=12_345)
+    found = find_offsets(post, 1.0, post.clock, exchanges=1)[1]
+    assert abs(found.ahead - 12_345) <= found.uncertainty <= 51
 
 
 def shifted(by: int) -> Clock:
     return lambda: time.perf_counter_ns() + by
+
+
+def test_shifted_clocks_of_running_ranks_are_recovered_on_every_rank() -> None:
+    shifts = (0, 5 * SECOND, -3 * SECOND, 17)
+    answers = ThreadHub(4).run(lambda rank: find_offsets(rank, 10.0, shifted(shifts[rank.rank])))
+    assert answers[1:] == answers[:1] * 3
+    for offset, shift in zip(answers[0], shifts, strict=True):
+        assert abs(offset.ahead - shift) <= offset.uncertainty
+
+
+def test_a_rank_that_does_not_answer_ends_the_exchange() -> None:
+    hub = ThreadHub(2)
+    with ThreadPoolExecutor(1) as pool:
+        barrier_only = pool.submit(hub.transport(1).barrier, 10.0)
+        with pytest.raises(TimeoutError):
+            find_offsets(hub.transport(0), 0.2)
+        barrier_only.result(60)
+
+
+def test_times_are_corrected_for_the_drift_between_two_measurements() -> None:
+    origin = 2**60  # a clock that has run for decades: floats would round to 128 ns
+    before = (Offset(origin), Offset(origin, ahead=1_000))
+    after = (Offset(origin + SECOND), Offset(origin + SECOND, ahead=3_000))
+    times = np.array([[origin, origin + SECOND // 2], [origin + SECOND, origin + 2 * SECOND]])
+    alignment = Alignment(before, after)
+    assert (alignment.to_rank_0(0, times) == times).all()
+    assert (times - alignment.to_rank_0(1, times)).tolist() == [[1_000, 2_000], [3_000, 5_000]]
+
+
+SHIFTS = (0, 5 * SECOND, -2 * SECOND)
 
 
 @pytest.fixture(scope="module")
@@ -90,21 +150,17 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholePlan, dict[st
     plan = WholePlan("aa", problem, orders, objective_value=18.0)
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     options = RehearseOptions(PlanSource(), steps=2, scale=1e-3, transfer_bytes=100, timeout=60, trace=path)
-    hub = ThreadHub(3)
 
-    def rehearse(rank: int) -> object:
-        clock = shifted(SHIFTS[rank])
-        return rehearse_on(hub.transport(rank), options, plan, plan.of_rank(rank), clock)
+    def rehearse(transport: ThreadTransport) -> object:
+        rank = transport.rank
+        return rehearse_on(transport, options, plan, plan.of_rank(rank), shifted(SHIFTS[rank]))
 
-    with ThreadPoolExecutor(3) as pool:
-        outcomes = list(pool.map(rehearse, range(3)))
+    outcomes = ThreadHub(3).run(rehearse)
     assert [outcome is not None for outcome in outcomes] == [True, False, False]
     return plan, json.loads(path.read_text())
 
 
-def test_every_rank_runs_its_list_in_order_and_one_action_at_a_time(
-    merged: tuple[WholePlan, dict[str, Any]],
-) -> None:
+def test_every_rank_runs_its_list_in_order(merged: tuple[WholePlan, dict[str, Any]]) -> None:
     plan, document = merged
     for rank in range(3):
         events = [event for event in complete_events(document) if event["tid"] == rank]
@@ -114,9 +170,7 @@ def test_every_rank_runs_its_list_in_order_and_one_action_at_a_time(
             assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-3  # rounding of the sum
 
 
-def test_no_action_starts_before_its_input_despite_clock_offsets(
-    merged: tuple[WholePlan, dict[str, Any]],
-) -> None:
+def test_no_action_starts_before_its_input(merged: tuple[WholePlan, dict[str, Any]]) -> None:
     _, document = merged
     ahead = [SECOND / 1e3 * shift / SECOND for shift in SHIFTS]
     other = document["otherData"]
@@ -132,12 +186,9 @@ def test_no_action_starts_before_its_input_despite_clock_offsets(
     for (step, name), event in events.items():
         if event["args"]["received_bytes"]:
             action = Action.parse(name)
-            made = (
-                [f"{action.stage - 1}F"] if action.letter == "F" else [f"{action.stage + 1}{c}" for c in "IB"]
-            )
-            producer = next(
-                events[step, key] for m in made if (step, key := f"{m}{action.microbatch}") in events
-            )
+            place, letters = (-1, "F") if action.letter == "F" else (1, "IB")
+            made = [(step, f"{action.stage + place}{c}{action.microbatch}") for c in letters]
+            producer = next(events[key] for key in made if key in events)
             assert producer["tid"] != event["tid"]
             assert producer["ts"] + producer["dur"] <= event["ts"] + slack
             remote += 1

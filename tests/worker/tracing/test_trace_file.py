@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import zbv_worker.tracing.report
-from support.thread_transport import ThreadHub
+from support.thread_transport import ThreadHub, ThreadTransport
 from zbv_solver.plans.orders import Action
 from zbv_worker.execution.timeline import Record, StepResult
 from zbv_worker.host.state_files import trace_file
@@ -109,9 +108,8 @@ def test_ranks_that_compute_a_replica_together_send_a_trace_each(tmp_path: Path)
     hub = ThreadHub(1)
     hub.layout = Layout(1, replicas=2, inner=2)
 
-    def write(rank: int) -> int:
-        TraceFile(tmp_path, hub.transport(rank), timeout=60.0).update(report("a"), is_last=True)
-        return int(json.loads(trace_file(tmp_path, rank).read_text())["replica"])
+    def write(transport: ThreadTransport) -> int:
+        TraceFile(tmp_path, transport, timeout=60.0).update(report("a"), is_last=True)
+        return int(json.loads(trace_file(tmp_path, transport.rank).read_text())["replica"])
 
-    with ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(write, range(4))] == [0, 1, 2, 3]
+    assert hub.run(write) == [0, 1, 2, 3]

@@ -62,10 +62,8 @@ def crossings(**known: tuple[int, ...]) -> Crossings:
     return made
 
 
-def take(inbox: Inbox, text: str) -> Tensor:
-    found = inbox.take(inbox.index(Transfer.parse(text)))
-    assert isinstance(found, Tensor)
-    return found
+def take(inbox: Inbox, text: str) -> Any:
+    return inbox.take(inbox.index(Transfer.parse(text)))
 
 
 def send_all(wire: Wire, carried: Channel, shapes: dict[int, tuple[int, ...]]) -> dict[Transfer, Tensor]:
@@ -93,9 +91,13 @@ def test_tensors_are_taken_in_any_order_with_boundaries_of_different_shapes(look
     assert len(wire.sent) == len(wire.posted_specs) == 8 + 2
 
 
-def test_receives_are_posted_ahead_of_the_furthest_needed_tensor() -> None:
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+def test_receives_are_posted_ahead_of_the_furthest_needed_tensor(wire: Wire) -> None:
     carried = channel(*(f"A0:{j}" for j in range(10)))
-    wire = Wire()
     send_all(wire, carried, {0: (1,)})
     inbox = Inbox(wire, carried, crossings(), look_ahead=2)
     inbox.begin(1.0)
@@ -111,9 +113,8 @@ def test_receives_are_posted_ahead_of_the_furthest_needed_tensor() -> None:
     assert len(wire.posted_specs) == 1 + 10
 
 
-def test_receives_are_posted_ahead_up_to_the_first_unknown_shape() -> None:
-    carried = channel("A0:0", "G2:0", "A0:1")
-    wire, known = Wire(), crossings()
+def test_receives_are_posted_ahead_up_to_the_first_unknown_shape(wire: Wire) -> None:
+    carried, known = channel("A0:0", "G2:0", "A0:1"), crossings()
     sent = send_all(wire, carried, {0: (1,), 2: (3,)})
     inbox = Inbox(wire, carried, known, look_ahead=2)
     inbox.begin(1.0)
@@ -124,21 +125,18 @@ def test_receives_are_posted_ahead_up_to_the_first_unknown_shape() -> None:
     assert take(inbox, "G2:0") is sent[Transfer.parse("G2:0")]
 
 
-def test_a_gradient_that_precedes_its_activation_is_refused() -> None:
+def test_a_gradient_that_precedes_its_activation_is_refused(wire: Wire) -> None:
     carried = channel("A0:0", "G2:0", "A0:1")
-    wire = Wire()
     send_all(wire, carried, {0: (1,), 2: (3,)})
     inbox = Inbox(wire, carried, crossings(), look_ahead=1)
     inbox.begin(1.0)
-    with pytest.raises(
-        ModelError, match="gradient of boundary 2 for microbatch 0 is sent before this rank made"
-    ):
+    said = "gradient of boundary 2 for microbatch 0 is sent before this rank made"
+    with pytest.raises(ModelError, match=said):
         take(inbox, "A0:1")
 
 
-def test_the_next_step_posts_at_once_and_sends_no_header_again() -> None:
+def test_the_next_step_posts_at_once_and_sends_no_header_again(wire: Wire) -> None:
     carried = channel("A0:0", "A0:1")
-    wire = Wire()
     inbox, outbox = Inbox(wire, carried, crossings(), look_ahead=2), Outbox(wire, carried, crossings())
     for step in range(3):
         for transfer in carried.transfers:
@@ -164,23 +162,21 @@ def nested(mask: bool = True) -> dict[str, Any]:
     }
 
 
-def test_nested_values_travel_as_one_tensor_with_one_header() -> None:
+def require_equal(found: Any, sent: Any) -> None:
+    assert Structure.of(found) == Structure.of(sent)
+    assert all(map(torch.equal, tensors_of(found), tensors_of(sent)))
+
+
+def test_nested_values_travel_as_one_tensor_with_one_header(wire: Wire) -> None:
     carried = channel("A0:0", "A0:1", "G2:0")
-    wire, sending, receiving = Wire(), crossings(), crossings()
-    for known in (sending, receiving):
+    outbox, inbox, both = pair(wire, carried)
+    for known in both:
         known.add(2, 0, Structure.of(nested()))
-    outbox, inbox = Outbox(wire, carried, sending), Inbox(wire, carried, receiving, look_ahead=1)
-    sent = [nested(), nested()]
-    gradients = torch.rand(2, 3), torch.rand(4)
-    for transfer, value in zip(carried.transfers, [*sent, gradients], strict=True):
-        outbox.sender(transfer, str(transfer))(value)
+    sent = [nested(), nested(), (torch.rand(2, 3), torch.rand(4))]
+    found = pass_all(outbox, inbox, carried, sent)
     assert len(wire.sent) == 2 + 3  # the header has two parts
-    inbox.begin(1.0)
-    for at, value in enumerate(sent):
-        found = inbox.take(at)
-        assert Structure.of(found) == Structure.of(value)
-        assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), tensors_of(value), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(inbox.take(2), gradients, strict=True))
+    for mine, theirs in zip(found, sent, strict=True):
+        require_equal(mine, theirs)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +232,9 @@ SIZES = (3, 5, 3, 5, 1)
     [((7, 8, 7, 8, 9), [3, 0, 0]), ((1, 2, 3, 4, 5), [5, 0, 0]), (None, [5, 5, 5])],
     ids=["by shapes", "all different", "unknown"],
 )
-def test_an_activation_of_unknown_shape_has_a_header(
-    shapes: tuple[int, ...] | None, headers: list[int]
-) -> None:
+def test_an_activation_of_new_shape_has_a_header(shapes: tuple[int, ...] | None, headers: list[int]) -> None:
     carried = channel(*(f"A0:{j}" for j in range(5)))
-    wire = Wire()
-    outbox, inbox, both = pair(wire, carried)
+    outbox, inbox, both = pair(wire := Wire(), carried)
     for expected in headers:
         before = len(wire.sent)
         for crossings in both:
@@ -255,8 +248,7 @@ def test_an_activation_of_unknown_shape_has_a_header(
 def test_shapes_that_the_model_states_need_no_header() -> None:
     stated = [Structure.of_tensor(TensorSpec((size,), torch.float32)) for size in SIZES]
     carried = channel("A0:4", "A0:1", "G2:3", "A0:0")
-    wire = Wire()
-    outbox, inbox, both = pair(wire, carried, stated=stated)
+    outbox, inbox, both = pair(wire := Wire(), carried, stated=stated)
     values = [torch.rand(SIZES[transfer.microbatch]) for transfer in carried.transfers]
     assert all(map(torch.equal, pass_all(outbox, inbox, carried, values), values))
     assert len(wire.sent) == 4
@@ -281,20 +273,17 @@ def test_structure_and_dtypes_of_nested_values_are_sent_once() -> None:
 
     values = [value(4), value(2), value(5), value(5, constant=3)]
     carried = channel(*(f"A0:{j}" for j in range(len(values))))
-    wire = Wire()
-    outbox, inbox, both = pair(wire, carried)
+    outbox, inbox, both = pair(wire := Wire(), carried)
     for crossings in both:
         crossings.expect(None)
     for found, sent in zip(pass_all(outbox, inbox, carried, values), values, strict=True):
-        assert Structure.of(found) == Structure.of(sent)
-        assert all(map(torch.equal, tensors_of(found), tensors_of(sent)))
+        require_equal(found, sent)
     assert len(wire.sent) == len(values) + 2 + 1 + 1 + 2
 
 
 def test_shapes_of_long_ago_are_forgotten_at_both_ends() -> None:
     carried = channel("A0:0")
-    wire = Wire()
-    outbox, inbox, both = pair(wire, carried)
+    outbox, inbox, both = pair(wire := Wire(), carried)
     for step in range(3000):
         for crossings in both:
             crossings.expect((step,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -56,8 +56,24 @@ class FakeGroup:
         return self.works[-1]
 
 
-def sender_to_3(wire: Any, failures: SendFailures, staging: Staging | None = None) -> ThreadSender:
-    return ThreadSender(3, GroupWire(wire, 0), failures, staging)
+@pytest.fixture
+def wire() -> FakeGroup:
+    return FakeGroup()
+
+
+@pytest.fixture
+def failures() -> SendFailures:
+    return SendFailures()
+
+
+@pytest.fixture
+def sender(wire: Any, failures: SendFailures) -> Iterator[ThreadSender]:
+    """It sends to rank 3, which takes all at the end."""
+    made = ThreadSender(3, GroupWire(wire, 0), failures, None)
+    yield made
+    for work in wire.works:
+        work.taken.set()
+    made.close()
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -67,32 +83,23 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_a_tensor_is_kept_alive_until_received_and_no_longer() -> None:
-    wire = FakeGroup()
-    sender = sender_to_3(wire, SendFailures())
+def test_a_tensor_is_kept_alive_until_received_and_no_longer(wire: FakeGroup, sender: ThreadSender) -> None:
     tensors = [torch.full((2,), float(j)) for j in range(2)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     while tensors:
         sender.send(tensors.pop(0), "0F0")
     wire.works[0].taken.set()
-
-    def gone(index: int) -> bool:
-        return alive[index]() is None
-
-    assert eventually(lambda: gone(0))
-    assert not gone(1)
+    assert eventually(lambda: alive[0]() is None)
+    assert alive[1]() is not None
     wire.works[1].taken.set()
-    assert eventually(lambda: gone(1))
+    assert eventually(lambda: not any(each() is not None for each in alive))
     sender.flush(time.monotonic() + 20)
-    sender.close()
 
 
-def test_large_tensors_are_released_at_once_and_a_flush_does_not_wait_for_a_poll(
-    monkeypatch: pytest.MonkeyPatch,
+def test_large_tensors_are_released_and_flushed_at_once(
+    wire: FakeGroup, sender: ThreadSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gloo_ends, "_LOOK_SECONDS", 3600.0)
-    wire = FakeGroup()
-    sender = sender_to_3(wire, SendFailures())
     large = torch.zeros(gloo_ends._WAKE_BYTES // 4)
     alive = weakref.ref(large)
     sender.send(large, "0F0")
@@ -102,70 +109,51 @@ def test_large_tensors_are_released_at_once_and_a_flush_does_not_wait_for_a_poll
     sender.send(torch.zeros(1), "0F1")
     wire.works[1].taken.set()
     sender.flush(time.monotonic() + 20)
-    sender.close()
 
 
-def test_sent_tensors_are_contiguous_and_have_no_graph() -> None:
-    wire = FakeGroup()
-    sender = sender_to_3(wire, SendFailures())
+def test_sent_tensors_are_contiguous_and_have_no_graph(wire: FakeGroup, sender: ThreadSender) -> None:
     sender.send(torch.arange(6.0, requires_grad=True).reshape(2, 3).t(), "0F0")
     assert wire.contents == [[[0, 3], [1, 4], [2, 5]]]
     assert wire.plain == [True]
-    wire.works[0].taken.set()
-    sender.close()
 
 
-def test_a_flush_names_tensors_that_the_peer_did_not_receive() -> None:
-    wire = FakeGroup()
-    sender = sender_to_3(wire, SendFailures())
+def test_a_flush_names_tensors_that_the_peer_did_not_receive(sender: ThreadSender) -> None:
     sender.send(torch.zeros(1), "0F7")
     with pytest.raises(TimeoutError, match="rank 3 did not take 0F7"):
         sender.flush(time.monotonic() + 0.05)
-    wire.works[0].taken.set()
-    sender.close()
 
 
-def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
-    wire, failures = FakeGroup(), SendFailures()
-    sender = sender_to_3(wire, failures)
+def test_a_send_that_fails_later_is_found_by_the_next_check(
+    wire: FakeGroup, sender: ThreadSender, failures: SendFailures
+) -> None:
     sender.send(torch.zeros(1), "0F7")
     wire.works[0].failure = RuntimeError("Connection reset by peer\nException raised from …")
     wire.works[0].taken.set()
-
-    def noticed() -> bool:
-        return failures.first is not None
-
-    assert eventually(noticed)
+    assert eventually(lambda: failures.first is not None)
     with pytest.raises(ConnectionError, match=r"sending 0F7 to rank 3.*Connection reset by peer"):
         failures.check()
     with pytest.raises(ConnectionError):
         sender.flush(time.monotonic() + 20)
-    sender.close()
 
 
-def test_a_failed_kernel_of_this_rank_is_found_by_the_next_check_and_not_blamed_on_the_peer() -> None:
-    wire, failures = FakeGroup(), SendFailures()
-    sender = sender_to_3(wire, failures)
+def test_a_failed_kernel_of_this_rank_is_found_by_the_next_check_and_not_blamed_on_the_peer(
+    wire: FakeGroup, sender: ThreadSender, failures: SendFailures
+) -> None:
     sender.send(torch.ones(1), "5F1")
     wire.works[0].failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     wire.works[0].taken.set()
     assert eventually(lambda: failures.first is not None)
     with pytest.raises(torch.AcceleratorError):
         failures.check()
-    sender.close()
 
 
-def test_a_send_that_cannot_start_raises_an_error() -> None:
-    wire = FakeGroup()
+def test_a_send_that_cannot_start_raises_an_error(wire: FakeGroup, sender: ThreadSender) -> None:
     wire.broken = True
-    sender = sender_to_3(wire, SendFailures())
     with pytest.raises(ConnectionError, match="sending 0F7 to rank 3: Connection closed by peer"):
         sender.send(torch.zeros(1), "0F7")
-    sender.close()
 
 
-def test_the_first_failure_is_reported() -> None:
-    failures = SendFailures()
+def test_the_first_failure_is_reported(failures: SendFailures) -> None:
     failures.check()
     failures.add(ConnectionError("first"))
     failures.add(ConnectionError("second"))
@@ -173,13 +161,12 @@ def test_the_first_failure_is_reported() -> None:
         failures.check()
 
 
-def test_a_gpu_tensor_is_sent_after_its_copy_and_headers_stay_in_order(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_gpu_tensor_is_sent_after_its_copy_in_order(
+    wire: Any, failures: SendFailures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gloo_ends, "_is_on_gpu", lambda tensor: tensor.numel() > 1)
-    cuda, wire = FakeCuda(), FakeGroup()
-    staging = Staging(CPU, cuda, pin=False)
-    sender = sender_to_3(wire, SendFailures(), staging)
+    cuda = FakeCuda()
+    sender = ThreadSender(3, GroupWire(wire, 0), failures, Staging(CPU, cuda, pin=False))
     done = cuda.compute.hang()
     tensor = torch.zeros(2)
 
@@ -226,6 +213,11 @@ def test_on_the_cpu_both_methods_wait_for_the_tensor() -> None:
         HostReceive(FakeWait(failure="Connection closed by peer [127.0.0.1]:1"), buffer).wait(7)
 
 
+def staged(staging: Staging, buffer: Tensor, failure: str | None = None) -> StagedReceive:
+    """A receive of ones."""
+    return StagedReceive(FakeWait(failure), torch.ones(2), buffer, staging.here(), staging)
+
+
 def test_a_staged_copy_waits_for_the_last_reader_of_its_buffer() -> None:
     cuda = FakeCuda()
     staging = Staging(CPU, cuda, pin=False)
@@ -237,7 +229,7 @@ def test_a_staged_copy_waits_for_the_last_reader_of_its_buffer() -> None:
 
     running = cuda.compute.hang()
     cuda.compute.queue.append(read)  # reads the old content
-    receive = StagedReceive(FakeWait(), torch.ones(2), buffer, staging.here(), staging)
+    receive = staged(staging, buffer)
     later = cuda.compute.hang()  # queued after the receive was posted, so the copy does not wait for it
     assert receive.on_stream(7) is buffer
     cuda.compute.queue.append(read)
@@ -258,7 +250,7 @@ def test_compute_waits_for_a_staged_tensor() -> None:
     staging = Staging(CPU, cuda, pin=False)
     copying = staging._inwards.hang()  # type: ignore[attr-defined]  # of the fake
     buffer, seen = torch.zeros(2), []
-    StagedReceive(FakeWait(), torch.ones(2), buffer, staging.here(), staging).on_stream(7)
+    staged(staging, buffer).on_stream(7)
     cuda.compute.queue.append(lambda: not seen.append(buffer.tolist()))  # type: ignore[func-returns-value]
     cuda.settle()
     assert seen == []
@@ -268,12 +260,7 @@ def test_compute_waits_for_a_staged_tensor() -> None:
 
 
 def test_the_host_can_wait_until_a_staged_tensor_is_on_the_gpu() -> None:
-    cuda = FakeCuda()
-    staging = Staging(CPU, cuda, pin=False)
-    buffer = torch.zeros(2)
-    assert StagedReceive(FakeWait(), torch.ones(2), buffer, staging.here(), staging).wait(7).tolist() == [
-        1,
-        1,
-    ]
+    staging = Staging(CPU, FakeCuda(), pin=False)
+    assert staged(staging, torch.zeros(2)).wait(7).tolist() == [1, 1]
     with pytest.raises(TimeoutError):
-        StagedReceive(FakeWait(failure="Timed out"), torch.ones(2), buffer, staging.here(), staging).wait(7)
+        staged(staging, torch.zeros(2), "Timed out").wait(7)

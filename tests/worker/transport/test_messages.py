@@ -68,13 +68,9 @@ def test_threads_exchange_only_json() -> None:
 
 
 UNSAFE_CALLS = {
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-    "send_object_list",
+    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list",
-}
+}  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 WORDS = {*UNSAFE_CALLS, *UNSAFE_MODULES, "torch.load"}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -178,20 +179,13 @@ class Rank:
 
     def works(self, key: ChannelKey) -> list[FakeWork]:
         """The operations on a channel after its greeting."""
-        index = [tuple(sorted(k)) for k in greeting_order(V4) if self.api.rank in k]
-        at = [k for k in greeting_order(V4) if self.api.rank in k].index(key)
-        assert len(index) == len(self.api.groups)
-        return self.api.groups[at].works[1:]
+        own = [k for k in greeting_order(V4) if self.api.rank in k]
+        assert len(own) == len(self.api.groups)
+        return self.api.groups[own.index(key)].works[1:]
 
 
 def rank_of(
-    rank: int,
-    pp_degree: int,
-    replicas: int = 1,
-    *,
-    sums: bool = False,
-    cuda: FakeCuda | None = None,
-    **of_nccl: Any,
+    rank: int, pp_degree: int, replicas: int = 1, *, sums: bool = False, cuda: Any = None, **of_nccl: Any
 ) -> Rank:
     """A rank without channels."""
     api, clock, cuda = FakeNccl(rank, **of_nccl), ManualClock(), cuda or FakeCuda()
@@ -200,10 +194,22 @@ def rank_of(
     return Rank(api, clock, transport, control)
 
 
-def rank_of_v(rank: int = 1) -> Rank:
+@pytest.fixture
+def rank() -> Rank:
+    """Rank 1 of a V of four."""
+    return rank_of_v(1)
+
+
+def rank_of_v(rank: int) -> Rank:
     made = rank_of(rank, 4)
     made.transport.open(V4, 5.0)
     return made
+
+
+def sent(rank: Rank, tensor: Tensor | None = None, label: str = "1F0") -> Any:
+    """The operation of a tensor that rank 1 sends to rank 2, if it passes through NCCL."""
+    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2) if tensor is None else tensor, label)
+    return next(iter(rank.works(ChannelKey(1, 2))[-1:]), None)
 
 
 def test_disjoint_neighbours_connect_at_the_same_time() -> None:
@@ -217,8 +223,7 @@ def test_disjoint_neighbours_connect_at_the_same_time() -> None:
     assert len(rounds) == 4, "a middle rank has four channels, so four rounds are the fewest"
 
 
-def test_channels_have_few_thread_blocks_on_streams_of_high_priority() -> None:
-    rank = rank_of_v()
+def test_channels_have_few_thread_blocks_on_streams_of_high_priority(rank: Rank) -> None:
     assert {group.options for group in rank.api.groups} == {GroupOptions(4, is_high_priority=True)}
 
 
@@ -229,10 +234,10 @@ def test_a_channel_that_does_not_connect_is_named_within_the_timeout() -> None:
     assert 5.0 <= rank.clock.now() < 6.0
 
 
-@pytest.mark.parametrize(("rank", "kernels"), [(0, 2), (1, 4), (3, 2)])
-def test_a_device_runs_one_waiting_kernel_per_communicator(rank: int, kernels: int) -> None:
-    assert kernels_at_once(V4, rank) == kernels == len(rank_of_v(rank).api.groups)
-    assert kernels_at_once(V4, rank, 2, sums_over_ranks=True) == kernels + 2
+@pytest.mark.parametrize(("position", "kernels"), [(0, 2), (1, 4), (3, 2)])
+def test_a_device_runs_one_waiting_kernel_per_communicator(position: int, kernels: int) -> None:
+    assert kernels_at_once(V4, position) == kernels == len(rank_of_v(position).api.groups)
+    assert kernels_at_once(V4, position, 2, sums_over_ranks=True) == kernels + 2
 
 
 @pytest.mark.parametrize(
@@ -254,11 +259,8 @@ def test_more_communicators_than_streams_are_refused_before_any_is_created(
     rank.transport.open(keys[:most], 5.0)
 
 
-def test_a_sent_tensor_is_kept_until_its_send_is_complete() -> None:
-    rank = rank_of_v()
-    key = ChannelKey(1, 2)
-    rank.transport.sender(key)(torch.ones(2), "1F0")
-    (work,) = rank.works(key)
+def test_a_sent_tensor_is_kept_until_its_send_is_complete(rank: Rank) -> None:
+    work = sent(rank)
     rank.transport.check()
     assert work.tensor() is not None
     work.is_done = True
@@ -268,20 +270,17 @@ def test_a_sent_tensor_is_kept_until_its_send_is_complete() -> None:
     assert work.waits == 1
 
 
-def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
-    rank = rank_of_v()
-    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
-    (work,) = rank.works(ChannelKey(1, 2))
+def test_a_send_that_fails_later_is_found_by_the_next_check(rank: Rank) -> None:
+    work = sent(rank)
     work.failure, work.is_done = "NCCL error: remote process exited\nmore", True
     rank.clock.pause(1)
     with pytest.raises(ConnectionError, match=r"sending 1F0 to rank 2: NCCL error: remote process exited$"):
         rank.transport.check()
 
 
-def test_a_failed_kernel_of_this_rank_is_not_blamed_on_the_peer() -> None:
-    rank = rank_of_v()
+def test_a_failed_kernel_of_this_rank_is_not_blamed_on_the_peer(rank: Rank) -> None:
     pending = rank.transport.receiver(ChannelKey(0, 1))(SPEC)
-    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+    sent(rank)
     for key in (ChannelKey(0, 1), ChannelKey(1, 2)):
         (work,) = rank.works(key)
         work.__class__, work.is_done = FailedDevice, True
@@ -291,27 +290,22 @@ def test_a_failed_kernel_of_this_rank_is_not_blamed_on_the_peer() -> None:
             use()
 
 
-def test_looks_at_sends_are_rare() -> None:
-    rank = rank_of_v()
-    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
-    (work,) = rank.works(ChannelKey(1, 2))
-    looks: list[None] = []
-    work.is_completed = lambda: bool(looks.append(None))  # type: ignore[func-returns-value,method-assign]
+def test_looks_at_sends_are_rare(rank: Rank) -> None:
+    work = sent(rank)
+    work.is_completed = Mock(return_value=False)
     for _ in range(100):
         rank.transport.check()
-    assert len(looks) == 1
+    work.is_completed.assert_called_once()
 
 
-def test_a_flush_names_the_tensor_that_was_not_taken() -> None:
-    rank = rank_of_v()
-    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F7")
+def test_a_flush_names_the_tensor_that_was_not_taken(rank: Rank) -> None:
+    sent(rank, label="1F7")
     with pytest.raises(TimeoutError, match="rank 2 did not take 1F7"):
         rank.transport.flush(3.0)
     assert 3.0 <= rank.clock.now() < 4.0
 
 
-def test_a_receive_orders_the_stream_and_only_a_wait_blocks_the_host() -> None:
-    rank = rank_of_v()
+def test_a_receive_orders_the_stream_and_only_a_wait_blocks_the_host(rank: Rank) -> None:
     receive = rank.transport.receiver(ChannelKey(0, 1))
     pending = receive(SPEC)
     before = rank.clock.now()
@@ -323,26 +317,24 @@ def test_a_receive_orders_the_stream_and_only_a_wait_blocks_the_host() -> None:
     assert 7.0 <= rank.clock.now() - before < 8.0
 
 
-def test_through_the_host_no_transfer_is_queued_on_the_device() -> None:
-    rank = rank_of_v()
+def test_through_the_host_no_transfer_is_queued_on_the_device(rank: Rank) -> None:
     greeted = len(rank.api.issued)
     rank.transport.through_host(True, 5.0)
     first, second = (rank.transport.receiver(ChannelKey(0, 1))(SPEC) for _ in range(2))
     for content, place in zip((1.0, 2.0), rank.control.receives, strict=True):
         place.fill_(content)
     assert [second.on_stream(1.0).tolist(), first.wait(1.0).tolist()] == [[2.0, 2.0], [1.0, 1.0]]
-    rank.transport.sender(ChannelKey(1, 2))(torch.full((2,), 3.0), "1F0")
+    sent(rank, torch.full((2,), 3.0))
     assert [tensor.tolist() for tensor in rank.control.sent] == [[3.0, 3.0]]
     assert len(rank.api.issued) == greeted
     rank.transport.through_host(False, 5.0)
-    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+    sent(rank)
     assert (len(rank.api.issued), len(rank.control.sent)) == (greeted + 1, 1)
 
 
-def test_what_was_sent_through_the_host_and_not_taken_is_named() -> None:
-    rank = rank_of_v()
+def test_what_was_sent_through_the_host_and_not_taken_is_named(rank: Rank) -> None:
     rank.transport.through_host(True, 5.0)
-    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F7")
+    sent(rank, label="1F7")
     rank.control.answers = False
     with pytest.raises(TimeoutError, match="rank 2 did not take 1F7"):
         rank.transport.flush(3.0)
@@ -350,8 +342,7 @@ def test_what_was_sent_through_the_host_and_not_taken_is_named() -> None:
         rank.transport.through_host(False, 3.0)
 
 
-def test_an_abort_ends_waits_for_tensors_that_pass_through_the_host() -> None:
-    rank = rank_of_v()
+def test_an_abort_ends_waits_for_tensors_that_pass_through_the_host(rank: Rank) -> None:
     rank.transport.through_host(True, 5.0)
     rank.transport.abort(1.0)
     assert rank.control.is_aborted
@@ -370,28 +361,18 @@ def test_tensors_that_passed_through_the_host_stay_allocated_if_there_is_memory(
     assert not any(each() is not None for each in alive)
 
 
-def test_another_thread_may_not_issue_operations() -> None:
-    rank = rank_of_v()
-    said: list[str] = []
-
-    def send() -> None:
-        try:
-            rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
-        except RuntimeError as error:
-            said.append(str(error))
-
-    thread = threading.Thread(target=send, name="loader")
-    thread.start()
-    thread.join(60)
-    assert len(said) == 1
-    assert "thread 'loader' issued an NCCL operation" in said[0]
+def test_another_thread_may_not_issue_operations(rank: Rank) -> None:
+    with (
+        ThreadPoolExecutor(1, "loader") as pool,
+        pytest.raises(RuntimeError, match="thread 'loader_0' issued an NCCL operation"),
+    ):
+        pool.submit(sent, rank).result(60)
     assert rank.works(ChannelKey(1, 2)) == []
 
 
-def test_after_an_abort_nothing_counts_as_complete() -> None:
-    rank = rank_of_v()
+def test_after_an_abort_nothing_counts_as_complete(rank: Rank) -> None:
     pending = rank.transport.receiver(ChannelKey(0, 1))(SPEC)
-    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+    sent(rank)
     assert rank.transport.abort(5.0)
     assert all(group.is_aborted for group in rank.api.groups)
     uses: list[Callable[[], object]] = [
@@ -399,7 +380,7 @@ def test_after_an_abort_nothing_counts_as_complete() -> None:
         lambda: pending.on_stream(5.0),
         rank.transport.check,
         lambda: rank.transport.flush(5.0),
-        lambda: rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F1"),
+        lambda: sent(rank),
         lambda: rank.transport.receiver(ChannelKey(0, 1))(SPEC),
     ]
     for use in uses:
@@ -408,8 +389,7 @@ def test_after_an_abort_nothing_counts_as_complete() -> None:
     assert not rank.control.is_closed, "an abort must not destroy process groups"
 
 
-def test_aborts_run_at_the_same_time_and_one_that_hangs_does_not_hold_the_rank() -> None:
-    rank = rank_of_v()
+def test_aborts_run_at_the_same_time_and_one_that_hangs_does_not_hold_the_rank(rank: Rank) -> None:
     rank.api.groups[0].abort_takes, rank.api.groups[1].abort_fails = 3600.0, True
     assert not rank.transport.abort(0.2)
     deadline = time.monotonic() + 60  # a busy machine may start a thread late
@@ -435,8 +415,7 @@ def test_sums_of_device_tensors_do_not_wait_on_the_host() -> None:
     assert rank.clock.now() == 0
 
 
-def test_without_its_communicator_a_sum_over_ranks_goes_through_the_host() -> None:
-    rank = rank_of_v()
+def test_without_its_communicator_a_sum_over_ranks_goes_through_the_host(rank: Rank) -> None:
     assert rank.transport.sum_over_ranks(torch.ones(1), 5.0).tolist() == [10]
 
 
@@ -447,14 +426,10 @@ def test_the_start_reports_version_options_memory_and_environment(capsys: pytest
     transport = rank_of(0, 2, cuda=cuda).transport
     transport.open([ChannelKey(0, 1), ChannelKey(1, 0)], 5.0)
     (line,) = capsys.readouterr().err.splitlines()
-    said = (
-        "NCCL 2.27.5: 2 communicators (0→1, 1→0), 300 MiB of GPU memory; channels use at most 4 thread blocks"
-    )
-    assert line.startswith(f"rank 0: {said}")
-    said_of = transport.described(
-        {"NCCL_SOCKET_IFNAME": "eth0", "HOME": "/root", "CUDA_LAUNCH_BLOCKING": "0"}
-    )
-    variables = said_of.rpartition("; ")[2].split(", ")
+    said = "2 communicators (0→1, 1→0), 300 MiB of GPU memory; channels use at most 4 thread blocks"
+    assert line.startswith(f"rank 0: NCCL 2.27.5: {said}")
+    environment = {"NCCL_SOCKET_IFNAME": "eth0", "HOME": "/root", "CUDA_LAUNCH_BLOCKING": "0"}
+    variables = transport.described(environment).rpartition("; ")[2].split(", ")
     assert {"CUDA_LAUNCH_BLOCKING=0", "NCCL_SOCKET_IFNAME=eth0"} < set(variables)
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in variables, "as in the worker's own groups"
     assert not any(each.startswith("HOME") for each in variables)

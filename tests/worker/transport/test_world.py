@@ -12,9 +12,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.world import Layout, World, create_early, default_backend
 
 
-def test_a_product_runs_forward_and_backward_before_the_device_is_awaited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_product_runs_before_the_device_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the first product on a thread creates a handle of cuBLAS, which may wait for the device."""
     ran: list[str] = []
     device = torch.device("cpu")
@@ -46,9 +44,8 @@ NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[tuple[str, ...], torch.Tensor]:
     """Every order of dimensions, with ranks in any order."""
-    names = draw(
-        st.sampled_from([some for n in range(1, 6) for some in permutations(NAMES, n) if "pp" in some])
-    )
+    orders = [some for n in range(1, 6) for some in permutations(NAMES, n) if "pp" in some]
+    names = draw(st.sampled_from(orders))
     shape = draw(st.lists(st.integers(1, 3), min_size=len(names), max_size=len(names)))
     count = int(torch.tensor(shape).prod())
     return names, torch.tensor(draw(st.permutations(range(count)))).view(shape)
@@ -60,9 +57,7 @@ def coordinates(names: tuple[str, ...], ranks: torch.Tensor, rank: int) -> dict[
 
 
 @given(meshes())
-def test_a_column_varies_the_position_and_copies_vary_only_the_data(
-    mesh: tuple[tuple[str, ...], torch.Tensor],
-) -> None:
+def test_columns_vary_positions_and_copies_data(mesh: tuple[tuple[str, ...], torch.Tensor]) -> None:
     names, ranks = mesh
     layout = Layout.of_mesh(names, ranks, ranks.numel())
     assert layout.world_size == ranks.numel()
@@ -103,9 +98,7 @@ def test_a_mesh_without_a_pipeline_is_refused(names: tuple[str, ...] | None) -> 
 
 
 def test_a_part_of_a_mesh_is_refused() -> None:
-    with pytest.raises(
-        InvalidRun, match=r"found a mesh of the ranks \[0, 2\]; it must contain every one of the 4"
-    ):
+    with pytest.raises(InvalidRun, match=r"found a mesh of the ranks \[0, 2\]; .* every one of the 4"):
         Layout.of_mesh(("pp",), torch.tensor([0, 2]), 4)
 
 

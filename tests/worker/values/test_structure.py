@@ -98,10 +98,8 @@ def test_a_structure_is_shown_to_people() -> None:
         [None, torch.zeros(1).bool()],
         Point(1, "a"),
     )
-    assert (
-        str(Structure.of(value))
-        == "({h: [2, 3] float32 with gradient, n: 3}, [None, [1] bool], Point(1, 'a'))"
-    )
+    said = "({h: [2, 3] float32 with gradient, n: 3}, [None, [1] bool], Point(1, 'a'))"
+    assert str(Structure.of(value)) == said
     assert str(Structure.of(torch.zeros(2))) == "[2] float32"
 
 

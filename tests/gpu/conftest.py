@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.on_devices import Body, Devices, Run
-from support.paths import ROOT, TESTS
+from support.paths import ROOT
 from zbv_worker.check import devices_finding, environment_finding
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def versions(record_testsuite_property: Callable[[str, object], None]) -> None:
 def ranks_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the processes of ranks import tests and worker, whether or not the worker is installed."""
     monkeypatch.setenv(
-        "PYTHONPATH", ":".join(map(str, (TESTS, ROOT / "worker", ROOT / "solver", ROOT / "service")))
+        "PYTHONPATH", ":".join(str(ROOT / name) for name in ("tests", "worker", "solver", "service"))
     )
 
 

@@ -93,15 +93,8 @@ def costs(here: Here, precision: Precision) -> dict[str, Any]:
     plan = search(to_problem(options, [profile]), SearchOptions(effort="quick"))
     model: Any = spec.build()
     data = [model.microbatch(0, index) for index in range(MICROBATCHES)]
-    with Pipeline(
-        plan,
-        model,
-        device=here.device,
-        backend="gloo",
-        precision=precision,
-        timeout=TIMEOUT,
-        startup_timeout=TIMEOUT,
-    ) as pipe:
+    times: Any = {"timeout": TIMEOUT, "startup_timeout": TIMEOUT}
+    with Pipeline(plan, model, device=here.device, backend="gloo", precision=precision, **times) as pipe:
         steps = []
         for _ in range(4):
             pipe.step(microbatches=data)
@@ -130,9 +123,7 @@ def costs(here: Here, precision: Precision) -> dict[str, Any]:
 def test_a_step_takes_the_time_and_the_memory_of_its_plan(alone: Devices, precision: Precision) -> None:
     """A plan from profiled costs states what happens, and splitting the backward costs little."""
     (found,) = alone.run(costs, precision=precision)
-    assert found["memory"] <= MEMORY_LIMIT, (
-        "memory beyond the plan's account and all tensors that stages pass on"
-    )
+    assert found["memory"] <= MEMORY_LIMIT, "memory beyond the plan's account and what stages pass on"
     if found["is_timed"]:
         assert found["step"] <= STEP_LIMIT, "compare a trace (`zbv-worker run --trace`) with the plan"
         assert max(found["split"].values()) <= SPLIT_LIMIT, "plan with fused backwards on this GPU"

@@ -32,6 +32,4 @@ def test_a_killed_or_stopped_rank_is_named_by_every_other_rank(
             assert f"rank {lost} lost: it gives no sign of life" in ranks.log(rank), ranks.log(rank)
             assert "Traceback" not in ranks.log(rank), ranks.log(rank)
             assert ranks.processes[rank].returncode == 1, ranks.log(rank)
-    log.info(
-        "rank %d got %s: the others ended after %.1f s (timeout %g s)", lost, sign.name, seconds, TIMEOUT
-    )
+    log.info("rank %d got %s: others ended after %.1f s (timeout %g s)", lost, sign.name, seconds, TIMEOUT)

@@ -33,7 +33,6 @@ def plan(ranks: int, seed: int) -> dict[str, Any]:
 
 
 def gpt_steps(here: Here, seed: int, *, is_compiled: bool) -> dict[str, Any]:
-    """See the tests."""
     orders = plan(here.world.world_size, seed)
     return trained_steps(here.world, here.device, here.backend, orders, compile=is_compiled)
 
@@ -54,7 +53,6 @@ def test_compiled_layers_have_the_gradients_of_others(devices: Devices) -> None:
 
 
 def waits_of_a_step(here: Here) -> list[str]:
-    """See the test."""
     model, document = HardModel(), plan(here.world.world_size, 1)
     data = [model.microbatch(0, index) for index in range(MICROBATCHES)]
     with Pipeline(
@@ -86,7 +84,6 @@ class Sharded(HardModel):
 
 
 def replica_steps(here: Here, *, is_sharded: bool) -> dict[str, Any]:
-    """See the test."""
     dist.init_process_group("gloo" if here.backend == "gloo" else "cpu:gloo,cuda:nccl")
     ranks = here.world.world_size // REPLICAS
     of_mesh = "cuda" if here.backend == "nccl" else "cpu"

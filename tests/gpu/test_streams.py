@@ -28,7 +28,6 @@ def refuses(call: object, *arguments: object) -> bool:
 
 
 def events_pass_in_order(here: Bench) -> None:
-    """See the test."""
     cuda, device = here.gpu.cuda, here.gpu.device
     first, second = cuda.Stream(device), cuda.Stream(device)
     begin, end, after = (cuda.Event(enable_timing=True) for _ in range(3))
@@ -61,7 +60,6 @@ def test_events_pass_in_the_order_of_their_streams(run: Run) -> None:
 
 
 def streams_pass_a_busy_one(here: Bench) -> None:
-    """See the test."""
     cuda, device = here.gpu.cuda, here.gpu.device
     begin = cuda.Event(enable_timing=True)
     begin.record(cuda.current_stream(device))
@@ -87,7 +85,6 @@ def test_streams_do_not_wait_for_a_busy_one(run: Run) -> None:
 
 
 def marks_lie_where_the_host_saw_them(here: Bench) -> None:
-    """See the test."""
     cuda, device, clock = here.gpu.cuda, here.gpu.device, here.gpu.clock
     timeline = CudaTimeline(device, clock, cuda=cuda)
     timeline.begin()
@@ -113,7 +110,6 @@ def test_events_are_on_the_hosts_clock(run: Run) -> None:
 
 
 def copies_neither_overtake_nor_wait(here: Bench) -> None:
-    """See the test."""
     cuda, device, clock, staging = here.gpu.cuda, here.gpu.device, here.gpu.clock, here.staging()
     compute = cuda.current_stream(device)
     tensor = torch.zeros(NUMBERS, device=device)
@@ -150,7 +146,6 @@ def test_copies_through_pinned_memory_neither_overtake_kernels_nor_stop_the_host
 
 
 def leaves_a_kernel_behind(here: Bench) -> None:
-    """See the test."""
     here.delay(here.gpu.cuda.current_stream(here.gpu.device), 600e3)  # longer than a process may take
 
 

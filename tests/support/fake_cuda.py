@@ -32,7 +32,6 @@ class FakeStream:
         self.queue.append(lambda: len(passes) >= needed)
 
     def compute(self, milliseconds: float) -> None:
-        """Queue work that takes some time."""
 
         def work() -> bool:
             self._cuda.milliseconds += milliseconds
@@ -121,7 +120,6 @@ class FakeCuda:
         return any(went_on)
 
     def settle(self) -> None:
-        """All work that can run."""
         while self.advance():
             pass
 

@@ -76,25 +76,20 @@ class Here:
 
     @cached_property
     def gpu(self) -> Gpu:
-        """See :class:`Bench`."""
         return Gpu.real(self.device)
 
     @property
     def nccl(self) -> NcclApi:
-        """See :class:`Bench`."""
         return TorchNccl()
 
     @cached_property
     def control(self) -> ControlPlane:
-        """See :class:`Bench`."""
         return GlooControl(self.world, TIMEOUT)
 
     def staging(self) -> Staging:
-        """See :class:`Bench`."""
         return Staging(self.device)
 
     def delay(self, stream: Any, milliseconds: float) -> None:
-        """See :class:`Bench`."""
         with self.gpu.cuda.stream(stream):
             self._sleep(int(milliseconds * self._cycles_per_millisecond))
 

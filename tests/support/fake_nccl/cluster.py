@@ -31,11 +31,9 @@ class FakeNccl:
         self._created = 0
 
     def version(self) -> str:
-        """NCCL's version."""
         return "model"
 
     def streams_of_groups(self) -> int:
-        """No other part of the program has groups."""
         return 0
 
     def new_group(
@@ -105,9 +103,7 @@ class Cluster:
         self.communicators = Communicators(self.simulation, nccl or NcclModes())
         self._control = ControlState(self.simulation, self.layout)
         self._created: dict[int, tuple[int, ...]] = {}
-        self.simulation.describe = lambda: [
-            line for device in self.devices.values() for line in device.picture()
-        ]
+        self.simulation.describe = lambda: [line for each in self.devices.values() for line in each.picture()]
 
     def run(self, main: Callable[[FakeRank], Any]) -> list[Any]:
         """Run a program on every rank; returns what each returns, by rank."""
@@ -144,6 +140,4 @@ class Cluster:
         device.host().spend(1e-4)
         first = self._created.setdefault(turn, ranks)
         if first != ranks:
-            raise ModelError(
-                f"call {turn} of new_group is for ranks {ranks}, and on another rank for {first}"
-            )
+            raise ModelError(f"call {turn} of new_group is for ranks {ranks}, on another rank for {first}")

@@ -45,8 +45,6 @@ class NcclModes:
 
 @dataclass(eq=False)
 class Operation(Item):
-    """A kernel of NCCL."""
-
     kind: Kind = "send"
     communicator: Communicator = field(kw_only=True)
     source: Tensor | None = None
@@ -56,18 +54,15 @@ class Operation(Item):
 
     @property
     def rank(self) -> int:
-        """The global rank that issued it."""
         return self.stream.device.rank
 
     @property
     def data(self) -> Tensor:
-        """The memory that it sends or fills."""
         found = self.target if self.kind == "receive" else self.source
         assert found is not None
         return found
 
     def start(self) -> bool:
-        """Take a slot and look for the peer."""
         if self.rank in self.communicator.aborted:
             self.abort()
             return True
@@ -78,7 +73,6 @@ class Operation(Item):
         return True
 
     def finish(self) -> None:
-        """Leave the stream and free the slot."""
         self.communicator.running.pop(self.rank, None)
         self.stream.device.unsent -= self.kind == "send"
         for block in self.blocks:
@@ -260,27 +254,21 @@ class FakeGroup:
     process_group = None
 
     def send(self, tensor: Tensor, peer: int) -> FakeWork:
-        """Queue a send."""
         return self._point_to_point("send", tensor, peer)
 
     def receive(self, tensor: Tensor, peer: int) -> FakeWork:
-        """Queue a receive."""
         return self._point_to_point("receive", tensor, peer)
 
     def all_reduce(self, tensor: Tensor) -> FakeWork:
-        """Queue a sum in place."""
         return self._issue("all_reduce", self._ranks, "device", tensor, tensor)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> FakeWork:
-        """Queue a gather of every rank's part."""
         return self._issue("all_gather", self._ranks, "device", part, whole)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> FakeWork:
-        """Queue a sum of which each rank gets its part."""
         return self._issue("reduce_scatter", self._ranks, "device", whole, part)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of :meth:`abort`."""
         self._timeout = timeout
 
     def abort(self) -> None:
@@ -380,7 +368,6 @@ class Communicators:
         self.by_key: dict[tuple[str, str], Communicator] = {}
 
     def get(self, group: str, key: str, ranks: tuple[int, ...]) -> Communicator:
-        """The communicator of a group's ranks."""
         made = self.by_key.get((group, key))
         if made is None:
             made = Communicator(self.simulation, self.modes, f"{group} ({key})", ranks)

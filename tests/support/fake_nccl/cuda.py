@@ -30,20 +30,16 @@ class FakeCuda:
         self._device = device
 
     def Event(self, *, enable_timing: bool = False) -> FakeEvent:
-        """A new event."""
         return FakeEvent(self._device, enable_timing)
 
     def Stream(self, device: object = None, priority: int = 0) -> FakeStream:
-        """The next stream of the pool."""
         return self._device.pool_stream(high_priority=priority < 0)
 
     def current_stream(self, device: object = None) -> FakeStream:
-        """The stream that the rank queues on."""
         return self._device.current
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        """A context with another current stream."""
         before, self._device.current = self._device.current, stream
         try:
             yield
@@ -51,72 +47,29 @@ class FakeCuda:
             self._device.current = before
 
     def synchronize(self, device: object = None) -> None:
-        """Block the host until the device is idle."""
         for stream in self._device.streams:
             self._device.block_until_passed(stream.record())
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        """Free and total bytes."""
         return TOTAL_BYTES - self._device.memory.device.live - self._device.connected_bytes, TOTAL_BYTES
 
 
 _FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like", "ones_like"}
 _METADATA = {
-    "data_ptr",
-    "detach",
-    "dim",
-    "element_size",
-    "is_contiguous",
-    "is_conj",
-    "is_floating_point",
-    "is_inference",
-    "is_neg",
-    "nelement",
-    "numel",
-    "requires_grad_",
-    "size",
-    "storage_offset",
-    "stride",
-    "untyped_storage",
-    "__get__",
-    "__len__",
-    "__hash__",
-    "__set__",
-}
+    "data_ptr", "detach", "dim", "element_size", "is_contiguous", "is_conj", "is_floating_point",
+    "is_inference", "is_neg", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride",
+    "untyped_storage", "__get__", "__len__", "__hash__", "__set__",
+}  # fmt: skip
 _VIEWS = {
-    "__getitem__",
-    "expand",
-    "set_",
-    "split",
-    "view",
-    "view_as",
-    "reshape",
-    "t",
-    "transpose",
-    "unbind",
-    "narrow",
-    "unsqueeze",
-    "squeeze",
-}
+    "__getitem__", "expand", "set_", "split", "view", "view_as", "reshape", "t", "transpose", "unbind",
+    "narrow", "unsqueeze", "squeeze",
+}  # fmt: skip
 _HOST_READS = {"item", "tolist", "__float__", "__int__", "__bool__", "equal", "allclose", "numpy", "__repr__"}
 _IN_PLACE = {"add_", "mul_", "div_", "zero_", "fill_", "sub_"}
 _KERNELS = {
-    "add",
-    "mul",
-    "div",
-    "sub",
-    "sum",
-    "stack",
-    "cat",
-    "__add__",
-    "__mul__",
-    "__sub__",
-    "square",
-    "isfinite",
-    "all",
-    "double",
-    "float",
-}
+    "add", "mul", "div", "sub", "sum", "stack", "cat", "__add__", "__mul__", "__sub__", "square", "isfinite",
+    "all", "double", "float",
+}  # fmt: skip
 
 
 class OnDevice(TorchFunctionMode):
@@ -223,8 +176,7 @@ class OnDevice(TorchFunctionMode):
     def _pinned(self, source: Tensor) -> Tensor:
         """Pinned host memory with the same content; the host copies it now."""
         made = self._device.memory.allocate(tuple(source.shape), source.dtype, place="pinned")
-        block = self._block(made)
-        assert block is not None
+        block: Any = self._block(made)
         self._device.memory.raw(made).copy_(source)
         block.garbage = None
         return made
@@ -264,9 +216,7 @@ class OnDevice(TorchFunctionMode):
         """A copy that delays the reuse of pinned memory (``CachingHostAllocator``)."""
         memory = self._device.memory
         raw, raw_source = memory.raw(target), memory.raw(source)
-        blocks = [
-            block for each in (target, source) if (block := self._block(each)) and not block.is_on_device
-        ]
+        blocks = [block for one in (target, source) if (block := self._block(one)) and not block.is_on_device]
         for block in blocks:
             block.pending += 1
 

@@ -61,7 +61,6 @@ class Item(ABC):
         """Start, if it can; it calls :meth:`finish` when it is done."""
 
     def finish(self) -> None:
-        """Leave the stream."""
         self.stream.finished(self)
 
 
@@ -149,12 +148,10 @@ class FakeStream:
         self.wait_recording(other.record())
 
     def wait_recording(self, recording: Recording) -> None:
-        """Make work queued from now on wait for a recording."""
         merge(self.clock, recording.clock)
         self.add(_Wait(*self.ticket(f"wait for {recording.stream}"), recording=recording))
 
     def record(self) -> Recording:
-        """Mark the current end of the queue."""
         ticket = self.ticket("event")
         recording = Recording(self, dict(self.clock))
         self.add(_Record(*ticket, recording=recording))
@@ -175,7 +172,6 @@ class FakeStream:
         self.add(_Kernel(*ticket, seconds=seconds, run=run))
 
     def use_memory(self, use: Use, clock: Clock, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Check and note the memory that queued work will use."""
         memory = self.device.memory
         for tensors, access in ((reads, Block.read), (writes, Block.write)):
             for tensor in tensors:
@@ -194,13 +190,11 @@ class FakeStream:
         return label, self, host.time, Use(self.number, self._issued, label), dict(self.clock)
 
     def add(self, item: Item) -> None:
-        """Put an item at the end of the queue."""
         self.queue.append(item)
         self.device.issued(item)
         self.device.simulation.at(item.issued, self.advance)
 
     def advance(self) -> None:
-        """Start what can start."""
         if self._is_advancing:
             return
         self._is_advancing = True
@@ -216,7 +210,6 @@ class FakeStream:
         self._is_advancing = False
 
     def finished(self, item: Item) -> None:
-        """The head of the queue is done."""
         assert self.queue[0] is item
         self.queue.popleft()
         self.device.ended(item)
@@ -283,7 +276,6 @@ class Device:
 
     @property
     def current(self) -> FakeStream:
-        """The stream on which this thread queues."""
         return self._current.get()
 
     @current.setter
@@ -321,7 +313,6 @@ class Device:
         return pool[index]
 
     def load(self, name: str) -> None:
-        """Load a kernel at its first launch."""
         if name in self._loaded:
             return
         self._loaded.add(name)
@@ -333,17 +324,14 @@ class Device:
             self.wait_until_idle("an allocation")
 
     def wait_until_idle(self, what: str) -> None:
-        """Block the host until nothing is queued."""
         self.host().block(
             lambda: not any(stream.queue for stream in self.streams), f"{what} waits until the device is idle"
         )
 
     def issued(self, item: Item) -> None:
-        """Note the order of issue."""
         self._unstarted.setdefault(item.stream.connection, deque()).append(item)
 
     def issued_communication(self, item: Item) -> None:
-        """Note the order of issue of NCCL's kernels."""
         self._communication.append(item)
 
     def may_start(self, item: Item) -> bool:
@@ -386,7 +374,6 @@ class Device:
         return True
 
     def retry(self) -> None:
-        """Let waiting kernels of NCCL try again."""
         waiting = list(self._waiting)
         if self.modes.slots_at_random:
             self.simulation.random.shuffle(waiting)
@@ -406,13 +393,11 @@ class Device:
         return True
 
     def block_until_passed(self, recording: Recording) -> None:
-        """Block the host until a recording was passed."""
         recording.is_awaited = True
         self.host().block(lambda: recording.passed is not None, f"synchronizes with {recording.stream}")
         merge(self.host().observed, recording.clock)
 
     def picture(self) -> list[str]:
-        """The heads of the streams."""
         return [
             f"  rank {self.rank}, {stream}: {stream.queue[0].label}"
             f"{' runs' if stream.queue[0].is_started else ' waits'}, {len(stream.queue) - 1} behind it"

@@ -101,11 +101,7 @@ PAIRED_FAMILIES: dict[str, Callable[[int, int], Plan]] = {
 
 
 def stated_kernels(
-    plan: Plan,
-    replicas: int = 1,
-    *,
-    sums_over_ranks: bool = False,
-    ties: tuple[tuple[int, ...], ...] = (),
+    plan: Plan, replicas: int = 1, *, sums_over_ranks: bool = False, ties: tuple[tuple[int, ...], ...] = ()
 ) -> int:
     """How many kernels of NCCL the transport needs to run at once on its busiest rank."""
     keys = {key_of(channel) for channel in channels(*plan)}

@@ -73,8 +73,6 @@ class Account:
 
 @dataclass(eq=False)
 class Block:
-    """An allocation."""
-
     raw: Tensor
     """The memory, for operations of the device."""
     owner: int
@@ -94,7 +92,6 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.raw.nbytes
 
     def read(self, use: Use, clock: Clock) -> None:
@@ -117,7 +114,6 @@ class Block:
         self.reads.clear()
 
     def poison(self, why: str) -> None:
-        """Make the content meaningless."""
         self.raw.fill_(_POISON)
         self.garbage = why
 

@@ -37,8 +37,6 @@ FIRST_TIMES = DeviceModes(lazy_loading=True, allocations_wait=True)
 
 @dataclass(frozen=True)
 class ModelRun:
-    """How a plan runs on the model."""
-
     steps: int = 2
     """The tensors of the first one pass through the host."""
     is_evaluated: bool = False
@@ -71,14 +69,11 @@ class ModelRun:
 
     @property
     def is_varied(self) -> bool:
-        """Whether microbatches differ."""
         return self.sizes != "equal"
 
 
 @dataclass(frozen=True)
 class RankUse:
-    """What a rank used."""
-
     kernels: int
     """The most kernels of NCCL that ran at once."""
     unsent: int
@@ -93,13 +88,8 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
     ModelError
         For a deadlock, a use of memory without an order, a wrong number, or whatever the model refuses.
     """
-    cluster = Cluster(
-        problem.pp_degree * how.replicas,
-        replicas=how.replicas,
-        seed=how.seed,
-        device=how.device,
-        nccl=how.nccl,
-    )
+    ranks, replicas = problem.pp_degree * how.replicas, how.replicas
+    cluster = Cluster(ranks, replicas=replicas, seed=how.seed, device=how.device, nccl=how.nccl)
     wanted = [
         [
             expected(problem.n_stages, problem.microbatches, step, replica, is_varied=how.is_varied)
@@ -161,20 +151,16 @@ class _RankRun:
         batches = FakeBatches(transport.replica, how.is_varied)
         sizes = [batches.times(index) for index in range(problem.microbatches)]
         stated = [Structure.of_tensor(TensorSpec((WIDTH * size,), DTYPE)) for size in sizes]
+        options = ExecutorOptions(
+            look_ahead=how.look_ahead,
+            on_stage_done=self._sum_over_replicas,
+            timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
+            stated=stated if how.sizes == "stated" else (),
+            overlap=how.overlap,
+        )
+        device, stages = here.torch_device, self._stages
         self._executor = Executor(
-            self._plan,
-            self._stages,
-            batches,
-            transport,
-            device=here.torch_device,
-            timeout=TIMEOUT,
-            options=ExecutorOptions(
-                look_ahead=how.look_ahead,
-                on_stage_done=self._sum_over_replicas,
-                timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
-                stated=stated if how.sizes == "stated" else (),
-                overlap=how.overlap,
-            ),
+            self._plan, stages, batches, transport, device=device, timeout=TIMEOUT, options=options
         )
         if how.sizes in ("headers", "known"):
             self._executor.expect(sizes if how.sizes == "known" else None)

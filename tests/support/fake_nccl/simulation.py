@@ -278,7 +278,6 @@ class Simulation:
                 host.thread.join(timeout=5)
 
     def picture(self) -> str:
-        """Who waits for what."""
         lines = [f"nothing can happen any more at {self.now * 1e3:.3f} ms:"]
         lines += [
             f"  rank {host.rank}, host: {host.waits_for or 'polls'}{_caller(host)}"
@@ -328,5 +327,4 @@ class FakeClock:
         return host.time
 
     def pause(self, seconds: float) -> None:
-        """Sleep in virtual time."""
         this_host().pause(seconds)

@@ -35,7 +35,6 @@ class FakeBatches:
         return 1 + index * index % 3 if self.is_varied else 1
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """Input and target, on the CPU."""
         seed = 1000 * step + 100 * self.replica + index
         size = WIDTH * self.times(index)
         return torch.arange(size, dtype=DTYPE) * 13 + seed, torch.full((size,), 3.0 + seed, dtype=DTYPE)
@@ -95,7 +94,6 @@ class FakeStage:
         return output if self._is_last else self.exchange(output, number + 1)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A stage has no modes."""
         return nullcontext()
 
     def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
@@ -109,16 +107,13 @@ class FakeStage:
             return self._queued(
                 "F", (input,), lambda out, x: out.copy_(_forward(stage, microbatch, x)), shape, name
             )
-        return self._queued(
-            "F",
-            (input, target),
-            lambda out, x, y: out.copy_((_forward(stage, microbatch, x) + y).sum()),
-            (),
-            name,
-        )
+
+        def loss(out: Tensor, x: Tensor, y: Tensor) -> None:
+            out.copy_((_forward(stage, microbatch, x) + y).sum())
+
+        return self._queued("F", (input, target), loss, (), name)
 
     def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        """Queue B."""
         made = self.backward_input(microbatch, grad_output, letter="B")
         self._accumulate("B", microbatch)
         return made
@@ -126,10 +121,8 @@ class FakeStage:
     def backward_input(
         self, microbatch: int, grad_output: Tensor | None, *, letter: str = "I"
     ) -> Tensor | None:
-        """Queue I."""
         input, target = self._saved.pop(microbatch)
-        grad = target if grad_output is None else grad_output
-        assert grad is not None
+        grad: Any = target if grad_output is None else grad_output
         number = 4 * (100 * self.stage + microbatch)
         grad = self.exchange(grad, number + 2)
         self._gradients[microbatch] = (input, grad)
@@ -142,7 +135,6 @@ class FakeStage:
         return self.exchange(made, number + 3)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Queue W."""
         self._accumulate("W", microbatch)
 
     def _accumulate(self, letter: str, microbatch: int) -> None:
@@ -153,13 +145,9 @@ class FakeStage:
         def run() -> None:
             total.copy_((total + _weight(microbatch, x, g)) % _PRIME)
 
-        self._device.current.launch(
-            f"{letter} of stage {self.stage}",
-            self._random(letter),
-            run,
-            (input, grad, self.weight),
-            (self.weight,),
-        )
+        reads, writes = (input, grad, self.weight), (self.weight,)
+        label, seconds = f"{letter} of stage {self.stage}", self._random(letter)
+        self._device.current.launch(label, seconds, run, reads, writes)
 
     def _queued(
         self,
@@ -181,13 +169,8 @@ class FakeStage:
             for whole in wholes:
                 raw.add_((whole - parameters_of(self.stage)).abs().sum())
 
-        self._device.current.launch(
-            f"{name or letter} of stage {self.stage}",
-            self._random(letter),
-            run,
-            (*inputs, *parameters),
-            (output,),
-        )
+        label, seconds = f"{name or letter} of stage {self.stage}", self._random(letter)
+        self._device.current.launch(label, seconds, run, (*inputs, *parameters), (output,))
         return output
 
     def _random(self, letter: str) -> float:
@@ -242,9 +225,7 @@ class Expected:
     weights: dict[int, list[float]]
 
 
-def expected(
-    n_stages: int, microbatches: int, step: int, replica: int, *, is_varied: bool = False
-) -> Expected:
+def expected(n_stages: int, microbatches: int, step: int, replica: int, *, is_varied: bool) -> Expected:
     """Compute a step without a pipeline."""
     losses: dict[int, float] = {}
     weights = {stage: torch.zeros(WIDTH, dtype=DTYPE) for stage in range(n_stages)}

@@ -57,11 +57,9 @@ class ModelBench:
         self._here.cuda.current_stream().launch("a cold product", 1e-3, lambda: None)
 
     def staging(self) -> Staging:
-        """See :class:`Bench`."""
         return Staging(self._here.torch_device, self._here.cuda)
 
     def delay(self, stream: Any, milliseconds: float) -> None:
-        """See :class:`Bench`."""
         stream.launch("delay", milliseconds / 1e3, lambda: None)
 
 

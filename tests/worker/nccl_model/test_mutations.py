@@ -70,9 +70,8 @@ def test_receives_in_another_order_than_the_sends() -> None:
         def swap(transfers: tuple[Any, ...]) -> tuple[Any, ...]:
             return (transfers[1], transfers[0], *transfers[2:])
 
-        changed = [
-            replace(c, transfers=swap(c.transfers)) if c.receiver == plan.rank else c for c in plan.channels
-        ]
+        own = plan.channels
+        changed = [replace(c, transfers=swap(c.transfers)) if c.receiver == plan.rank else c for c in own]
         return replace(plan, channels=tuple(changed))
 
     with pytest.raises(ModelError, match=r"which is wrong|nothing can happen"):

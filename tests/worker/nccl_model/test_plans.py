@@ -48,9 +48,7 @@ def run(plan: Plan, slots: int | None = None, replicas: int = 1, **changes: obje
         (V, 1, 3),
     ],
 )
-def test_a_plan_runs_with_as_many_kernels_as_the_transport_states(
-    family: str, seed: int, look_ahead: int
-) -> None:
+def test_a_plan_runs_with_as_many_kernels_as_are_stated(family: str, seed: int, look_ahead: int) -> None:
     run(plan_of(family), seed=seed, look_ahead=look_ahead)
 
 
@@ -89,11 +87,7 @@ def test_two_ranks_need_two_kernels_at_once(family: str) -> None:
 
 @pytest.mark.parametrize(
     "device",
-    [
-        {"slots_at_random": True},
-        {"sms_full": True},
-        {"connections": 32},
-    ],
+    [{"slots_at_random": True}, {"sms_full": True}, {"connections": 32}],
     ids=["random slots", "full SMs", "32 connections"],
 )
 def test_a_plan_runs_with(device: dict[str, object]) -> None:
@@ -106,12 +100,7 @@ def test_a_plan_runs_when_small_sends_are_buffered() -> None:
 
 @pytest.mark.parametrize(
     "device",
-    [
-        {"launch_order": "serial"},
-        {"launch_order": "start"},
-        {"connections": 2},
-        {"pool_streams": 2},
-    ],
+    [{"launch_order": "serial"}, {"launch_order": "start"}, {"connections": 2}, {"pool_streams": 2}],
     ids=["serial launches", "launches in order", "2 connections", "2 streams"],
 )
 def test_a_plan_hangs_with(device: dict[str, object]) -> None:

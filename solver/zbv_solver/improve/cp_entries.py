@@ -38,6 +38,8 @@ Cell = tuple[int, int]
 """(stage, microbatch)"""
 OUT, INTO = -1, -2
 """The copies themselves; D and R are the entries of a list that free and take memory."""
+FREED, TAKEN, LEAVES, ALONE, SECOND, WAITS = range(6)
+"""The order of entries at one time: an action begins after the entries of copies before it."""
 Key = tuple[int, int, int]
 """(letter, stage, microbatch). The letter of a backward is I, though it may run as a B."""
 
@@ -353,25 +355,35 @@ class _Model:
         rows: list[list[tuple[int, ...]]] = [[] for _ in self.problem.placement.stages_of]
         partner = {two: one for (one, two, _), pair in self.pairs.items() if solver.value(pair)}
         paired = set(partner.values())
-        moved = {cell for cell, there in self.copied.items() if solver.value(there)}
         for cell in self.cells:
             stage, j = cell
             mine = rows[self.problem.placement.rank_of[stage]]
             is_fused = cell in self.fused and solver.value(self.fused[cell])
-            starts = {letter: solver.value(self.start[letter, *cell]) for letter in (F, I, W)}
+            at = {letter: solver.value(self.start[letter, *cell]) for letter in (F, I, W)}
             if cell not in paired:
-                mine.append((starts[F], 2, stage, F, j, 0))
-            if cell in moved:
-                mine.append((starts[F], 3, stage, O, j, 0))
-                for place, letter in enumerate((D, R)):
-                    mine.append((solver.value(self.start[letter, *cell]), place, stage, letter, j, 0))
+                mine.append((at[F], ALONE, 0, stage, F, j, 0))
             if cell in partner:
                 other = partner[cell]
-                mine.append((starts[I], 2, other[0], F, other[1], 1))
-            mine.append((starts[I], 3, stage, B if is_fused else I, j, 0))
+                mine.append((at[I], ALONE, 0, other[0], F, other[1], 1))
+            mine.append((at[I], SECOND, 0, stage, B if is_fused else I, j, 0))
             if not is_fused:
-                mine.append((starts[W], 2, stage, W, j, 0))
-        ordered = [np.array([row[2:] for row in sorted(mine)], np.int32) for mine in rows]
+                mine.append((at[W], ALONE, 0, stage, W, j, 0))
+            if cell in self.copied and solver.value(self.copied[cell]):
+                mine.append((*self._leaves(solver, cell), stage, O, j, 0))
+                for letter in (D, R):
+                    moment = solver.value(self.start[letter, *cell])
+                    mine.append((moment, FREED if letter == D else TAKEN, 0, stage, letter, j, 0))
+        ordered = [np.array([row[3:] for row in sorted(mine)], np.int32) for mine in rows]
         begins = np.concatenate([each[:, 3] for each in ordered]).astype(np.bool_)
         orders = Orders.of_entries([each[:, :3] for each in ordered], begins)
         return orders if begins.any() else replace(orders, paired=None)
+
+    def _leaves(self, solver: cp_model.CpSolver, cell: Cell) -> tuple[int, int, int]:
+        """Where the entry of a copy out is: before the action that runs when it starts, or in a wait."""
+        time = solver.value(self.start[OUT, *cell])
+        last, begin = (F, *cell), solver.value(self.start[F, *cell])
+        for letter, other in product((F, I, W), self._on(self.problem.placement.rank_of[cell[0]])):
+            start = solver.value(self.start[letter, *other])
+            if begin < start <= time:
+                last, begin = (letter, *other), start
+        return begin, LEAVES if solver.value(self.end[last]) > time else WAITS, time

@@ -15,10 +15,12 @@ import numpy as np
 
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.dispatch import serial
+from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.copies import plan_copies
 from zbv_solver.improve.copy_search import anneal_copies
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, gap_of
+from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import D, O, Problem, R, least_with_copies
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
@@ -114,7 +116,8 @@ class CopySearch:
         )
         self.bound = max(self.bound, result.lower_bound)
         if result.orders is not None:
-            self.keep(objective_of(self.problem, result.orders), result.orders, f"{method}, cp-sat")
+            fewest = without_needless_copies(self.problem, result.orders)
+            self.keep(objective_of(self.problem, fewest), fewest, f"{method}, cp-sat")
 
     def anneal(self) -> None:
         """Anneal the best order with its copies."""
@@ -186,6 +189,22 @@ def serial_with_copies(problem: Problem) -> Orders:
     if not rows:
         return orders
     return replace(orders, copies=np.array(sorted(rows, key=itemgetter(0)), np.int32))
+
+
+def without_needless_copies(problem: Problem, orders: Orders) -> Orders:
+    """The orders without every copy that they need neither to fit nor to be as short."""
+    most = objective_of(problem, orders) * (1 + ROUNDING)
+    for _, letter, stage, microbatch in () if orders.copies is None else orders.copies.tolist():
+        if letter != O or orders.copies is None:
+            continue
+        others = (orders.copies[:, 2:] != (stage, microbatch)).any(axis=1)
+        fewer = replace(orders, copies=orders.copies[others] if others.any() else None)
+        try:
+            verify_orders(problem, fewer)
+        except InvalidPlan:
+            continue
+        orders = fewer if objective_of(problem, fewer) <= most else orders
+    return orders
 
 
 def _copies(orders: Orders) -> int:

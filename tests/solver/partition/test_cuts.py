@@ -334,12 +334,16 @@ NONE_FIRST = layered(microbatches=1, placement="v", layers=TWO, cut={"allow_empt
 @settings(max_examples=40, deadline=None)
 def test_the_cut_for_an_order_is_the_best_of_all(problem: zbv.LayeredProblem) -> None:
     """Of those with a layer on the first and the last stage, where the input and the loss are, if there are
-    any; and of what is recomputed.
+    any; and of what is recomputed, if memory is limited.
     """
     (placement,) = problem.placements
     name = "1f1b" if placement.kind == "single" else "zb-v"
     orders = order_of(name, placement, problem.microbatches)
-    cuts = [*every_cut(problem, placement)]
+    cuts = [
+        cut
+        for cut in every_cut(problem, placement)
+        if problem.limit is not None or not (cut.model and any(cut.model.cut.recompute))
+    ]
     at_both_ends = [cut for cut in cuts if cut.model and all(cut.model.partition[at] for at in (0, -1))]
     best = min((value_within_limits(cut, orders) for cut in at_both_ends or cuts), default=inf)
     if best < inf:

@@ -11,6 +11,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbv_solver.documents import files
@@ -83,15 +84,21 @@ _EXAMPLE = "must be a JSON object such as '{\"layers\": 8}'."
 
 
 def read_problem(name: str) -> Any:
-    """As :func:`read_json`; also raises :class:`WrongInput` for a plan, a batch or a packing."""
+    """As :func:`read_json`, with the table that layers may be in.
+
+    Also raises :class:`WrongInput` for a plan, a batch or a packing, and for a wrong table.
+    """
+    from zbv_solver.documents.layer_table import with_table_read
     from zbv_solver.documents.validation import require_kind
 
     document = read_json(name)
     try:
         require_kind(document, "problem")
+        return with_table_read(document, Path(name).parent)
     except InvalidInput as error:
-        raise WrongInput(f"{files.file_label(name)}: {error.issues[0].detail}") from None
-    return document
+        raise WrongInput(str(error.found_in(files.file_label(name)))) from None
+    except OSError as error:
+        raise WrongInput(f"cannot read {error.filename}: {error.strerror}.") from None
 
 
 def read_json(name: str) -> Any:

@@ -63,6 +63,15 @@ def test_quiet_writes_the_plan_to_a_file_and_options_reach_the_search(
     assert client.searches(1)[0].options == given | {"jitter": None, "quantile": None}
 
 
+@pytest.mark.usefixtures("released")
+def test_layers_may_be_in_a_table_beside_the_problem(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "layers.csv").write_text("name,repeat,F,I,W\nblock,2,1,1,1\n")
+    problem = {"pp_degree": 2, "microbatches": 2, "placement": "single", "layers": "layers.csv"}
+    (tmp_path / "problem.json").write_text(json.dumps(problem))
+    status, out, err = command("submit", tmp_path / "problem.json", "--detach")
+    assert (status, len(out.split()), err) == (0, 1, "")
+
+
 def test_detach_prints_the_id_while_the_search_runs(command: Command, client: Client, problem: Path) -> None:
     status, out, err = command("submit", problem, "--seed", 2, "--detach")
     assert (status, err) == (0, "")
@@ -78,6 +87,7 @@ def test_detach_prints_the_id_while_the_search_runs(command: Command, client: Cl
         (json.dumps({**PROBLEM, "ranks": []}), (), 2, "standard input: this is a plan, not a problem"),
         ("{", (), 2, "not JSON"),
         ("NaN", (), 2, "NaN"),
+        (json.dumps({**PROBLEM, "layers": "no.csv"}), (), 2, "zbv-service: cannot read no.csv: No such file"),
         (json.dumps(PROBLEM), ("--time-limit", "-1"), 2, "zbv-service: --time-limit: "),
         (json.dumps({**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}), (), 3, "infeasible"),
     ],

@@ -1,0 +1,84 @@
+"""Layers from a table of a spreadsheet or a profiler: a CSV file with a row per layer and a column per key.
+
+A key inside another one has a dot (``memory.static``). F, I, W and B stand for the times, and ``memory`` for
+what a layer keeps from its F to the end of its backward.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+from zbv_solver.documents.files import number, read_text
+from zbv_solver.errors import InvalidInput, Issue
+
+_SHORT = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
+_DELIMITERS = ",;\t"
+
+
+def with_table_read(document: Any, folder: Path) -> Any:
+    """A problem's document with the layers of the table in ``folder``, if its key ``layers`` names one.
+
+    Raises
+    ------
+    InvalidInput
+        When a cell is no number, or there are no rows; names the table and the line.
+    OSError
+        When the table cannot be read.
+    """
+    if not isinstance(document, dict) or not isinstance(document.get("layers"), str):
+        return document
+    path = folder / document["layers"]
+    lines = read_text(path).splitlines()
+    delimiter = max(_DELIMITERS, key=lines[0].count) if lines else ","
+    table = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
+    layers, issues = [], list[Issue]()
+    for row in table:
+        try:
+            layers.append(_layer(row))
+        except ValueError as error:
+            issues.append(Issue("/layers", f"{path}, line {table.line_num}: {error}"))
+    if not layers and not issues:
+        issues.append(
+            Issue("/layers", f"found no rows in {path}; it must have a header and a row per layer.")
+        )
+    if issues:
+        raise InvalidInput(issues)
+    return {**document, "layers": layers}
+
+
+def _layer(row: dict[str | None, Any]) -> dict[str, Any]:
+    """The layer of a row; empty cells are absent keys. Raises ValueError for a wrong cell."""
+    layer: dict[str, Any] = {}
+    for column, text in row.items():
+        if column is None:
+            raise ValueError(f"found {len(text)} more cells than the header has columns.")
+        if text is None or not text.strip():
+            continue
+        *inside, key = _SHORT.get(column.strip(), column.strip()).split(".")
+        place = layer
+        for outer in inside:
+            place = place.setdefault(outer, {})
+            if not isinstance(place, dict):
+                raise ValueError(
+                    f"column {column}: {outer} is a number in another column; use one of the two."
+                )
+        if key in place:
+            raise ValueError(f"column {column}: found {key} in another column too; use one of the two.")
+        place[key] = text.strip() if key == "name" else _number(column, text)
+    if isinstance(layer.get("memory"), float | int):
+        kept = layer["memory"]
+        layer["memory"] = {"forward": kept, "backward_input": 0, "backward_weight": -kept}
+    return layer
+
+
+def _number(column: str, text: str) -> float | int:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"column {column}: found {text!r}; must be a number, without a unit.")
+    return number(found)

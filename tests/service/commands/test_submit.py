@@ -64,7 +64,7 @@ def test_quiet_writes_the_plan_to_a_file_and_options_reach_the_search(
 
 
 @pytest.mark.usefixtures("released")
-def test_layers_may_be_in_a_table_beside_the_problem(command: Command, tmp_path: Path) -> None:
+def test_layers_may_be_in_a_table_in_the_same_folder(command: Command, tmp_path: Path) -> None:
     (tmp_path / "layers.csv").write_text("name,repeat,F,I,W\nblock,2,1,1,1\n")
     problem = {"pp_degree": 2, "microbatches": 2, "placement": "single", "layers": "layers.csv"}
     (tmp_path / "problem.json").write_text(json.dumps(problem))

@@ -101,7 +101,7 @@ def test_no_order_with_pairs_is_better_than_the_one_found(
         memory={"forward": 1, "backward_input": -0.5, "backward_weight": -0.5, "limit": limit},
     )
     begin = serial(problem.without_pairs()).orders
-    result = refine_entries(problem, begin, effort=4)
+    result = refine_entries(problem, begin, effort=1)
     best = best_by_enumeration(problem)
     assert objective_of(problem, result.orders or begin) == pytest.approx(best)
     assert result.proved
@@ -143,6 +143,6 @@ def test_a_copy_out_may_wait_for_a_later_one_that_is_shorter() -> None:
     memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "offloadable": 2, "limit": 4}
     costs |= {"offload": [1, 5, 1, 1], "reload": 1}
     problem = uniform(2, 2, placement="v", costs=costs, memory=memory)
-    result = refine_entries(problem, serial_with_copies(problem), effort=4)
+    result = refine_entries(problem, serial_with_copies(problem), effort=1)
     assert result.orders is not None
     assert objective_of(problem, result.orders) == result.lower_bound == 24

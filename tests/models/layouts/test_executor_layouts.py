@@ -91,7 +91,7 @@ def test_the_best_cut_is_found(cluster: Cluster, model: Document, is_tied: bool,
     request = request_of(model, cluster, 2 * cluster.devices, executor, **LONE, placement="tp-cp-dp-pp")
     steps = every_step(request, executor)
     if not steps:
-        with pytest.raises(NoLayoutFits, match="no layout (that )?fits"):
+        with pytest.raises(NoLayoutFits, match=r"no layout (that )?fits"):
             executor_layouts(request.layouts, request.setting, executor)
         return
     ranking = executor_layouts(request.layouts, request.setting, executor)

@@ -98,9 +98,8 @@ class _Model:
         # A span is a multiple of a step divided by the number of ranks in a cycle, as for cp_sat's grid.
         cycles = math.lcm(*range(1, problem.pp_degree + 1)) if problem.objective == "span" else 1
         self.scale = min(cycles, MOST_CYCLES) * (GRID / max(times) if exact is None else exact)
-        self.admits_all = (
-            exact is not None and cycles <= MOST_CYCLES and min(times[: arrays.duration.size]) > 0
-        )
+        least = min(*arrays.duration.ravel(), *moving)
+        self.admits_all = exact is not None and cycles <= MOST_CYCLES and least > 0
         self.duration = self._steps(arrays.duration[:, :, 0])
         self.most = max(1, math.ceil(value * self.scale) - 1)
         self.horizon = 2 * self.most  # Lemma 26
@@ -294,6 +293,8 @@ class _Model:
         held, grown = (arrays.delta[letter, :, 0] for letter in (F, I))
         moved = np.zeros(self.problem.n_stages) if copies is None else np.array(copies.offloadable)
         exact = integer_scale([*held, *grown, *moved], GRID)
+        if exact is None and copies is not None:
+            self.admits_all = False  # the memory that a copy frees is rounded, too
         scale = GRID / max(*np.abs(held), *np.abs(grown), 1e-300) if exact is None else exact
         parts = [np.floor(of * scale + STEP_ROUNDING).astype(int).tolist() for of in (held, grown, moved)]
         mine = self._on(rank)

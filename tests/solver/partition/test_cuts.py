@@ -331,7 +331,7 @@ NONE_FIRST = layered(microbatches=1, placement="v", layers=TWO, cut={"allow_empt
 @given(layered_problems(placements=("single", "v")))
 @example(CHEAPER_AGAIN)
 @example(NONE_FIRST)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_cut_for_an_order_is_the_best_of_all(problem: zbv.LayeredProblem) -> None:
     """Of those with a layer on the first and the last stage, where the input and the loss are, if there are
     any; and of what is recomputed, if memory is limited.

@@ -136,9 +136,11 @@ class _Model:
 
     def _fusable(self) -> list[bool]:
         """Stages where B can pay, alone or in a pair."""
-        may, hidden = may_fuse(self.problem), self.problem.arrays.communication
-        if hidden is not None:
-            may = may | (hidden[B] > hidden[I]).any(axis=1)
+        may, together = may_fuse(self.problem).tolist(), self._together()
+        weights = self.problem.arrays.duration[W, :, 0].tolist()
+        for one, two, letter in together:
+            if letter == B:
+                may[two] |= together[one, two, B] < together[one, two, I] + weights[two]
         return [bool(stage) for stage in may]
 
     def _together(self) -> dict[Key, float]:

@@ -70,7 +70,8 @@ def best_by_enumeration(problem: Problem) -> float:
     return best
 
 
-@example((1, 3), (9, 5, 3, 6), (0, 1, 2), 3, "makespan")  # B pays only in a pair
+@example((1, 3), (9, 5, 3, 6), (0, 1, 2), 3, "makespan")  # B pays only in a pair, as it hides more
+@example((1, 3), (4, 4, 6, 9), (3, 3, 1), 2, "makespan")  # or as I has more to hide than there is time
 @settings(max_examples=20)
 @given(
     st.sampled_from([(2, 2), (1, 3)]),

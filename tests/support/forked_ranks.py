@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -89,7 +90,8 @@ class ForkedProcess:
     def send_signal(self, sig: int) -> None:
         """Signal the process unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, sig)
+            with suppress(ProcessLookupError):  # it has ended, and the server's message is on its way
+                os.kill(self.pid, sig)
 
     def wait(self, timeout: float) -> int:
         """The exit status, once it has ended."""

@@ -31,7 +31,7 @@ def with_table_read(document: Any, folder: Path) -> Any:
     if not isinstance(document, dict) or not isinstance(document.get("layers"), str):
         return document
     path = folder / document["layers"]
-    lines = read_text(path).splitlines()
+    lines = read_text(path).removeprefix("\ufeff").splitlines()  # spreadsheets write a byte order mark
     delimiter = max(_DELIMITERS, key=lines[0].count) if lines else ","
     table = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
     layers, issues = [], list[Issue]()

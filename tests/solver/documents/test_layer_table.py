@@ -45,7 +45,7 @@ def test_rows_are_layers_and_columns_their_keys(delimiter: str, tmp_path: Path) 
 
 
 def test_a_number_for_the_memory_is_kept_until_the_end_of_the_backward(tmp_path: Path) -> None:
-    found = loaded(tmp_path, "name,F,I,W,memory\na,1,1,1,2\nb,1,1,1,\n")
+    found = loaded(tmp_path, "\ufeffname,F,I,W,memory\na,1,1,1,2\nb,1,1,1,\n")
     kept = {"forward": 2, "backward_input": 0, "backward_weight": -2}
     assert found == given(layer("a", 1, 1, 1, memory=kept), layer("b", 1, 1, 1))
 

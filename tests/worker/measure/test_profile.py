@@ -156,7 +156,7 @@ def test_profile_measures_a_real_models_stages(
     path = tmp_path / "problem.json"
     report_path = tmp_path / "report.json"
     numbers = ["--by-stage", "--pp", "2", "--microbatches", "4", "--repeats", "3", "--timeout", "60"]
-    assert main([*GPT, *numbers, "--copies", "--report", str(report_path), "-o", str(path)]) == 0
+    assert main([*GPT, *numbers, "--copies", "--pairs", "--report", str(report_path), "-o", str(path)]) == 0
     problem = parse_problem(json.loads(path.read_text()))
     assert (problem.pp_degree, problem.microbatches, problem.n_stages) == (2, 4, 4)
     costs, memory = problem.costs, problem.memory
@@ -194,6 +194,8 @@ def test_profile_measures_a_real_models_stages(
     assert "One-way transfers" in said
     assert "Static memory" in said
     assert "Copies to the host" in said
+    assert "so there are no pairs" in said
+    assert problem.communication is None
 
 
 class Broken(Tiny):

@@ -129,8 +129,9 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
     from zbv_solver.problem.writing import problem_json
 
     from zbv_worker.execution.rank_plan import require_layered
-    from zbv_worker.measure.profile.layers import to_layered_document
-    from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks, to_problem
+    from zbv_worker.host.process import say
+    from zbv_worker.measure.profile.layers import layers_of, to_layered_document
+    from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks, stages_of, to_problem
     from zbv_worker.measure.profile.report import print_report, profile_json
     from zbv_worker.model.checks import has_ties
     from zbv_worker.model.protocol import Layered
@@ -159,6 +160,9 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
         timeout=parsed.timeout,
     )
     ranks = measure_ranks(options)
+    measured = [*stages_of(ranks), *(layer.kept for layer in layers_of(ranks))]
+    if parsed.pairs and not any(each.pairs for each in measured):
+        say("--pairs: nothing starts collectives both in its F and in its backward, so there are no pairs")
     write_problem(
         to_layered_document(options, ranks, is_tied=has_ties(model))
         if by_layer

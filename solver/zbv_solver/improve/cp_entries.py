@@ -32,7 +32,7 @@ GRID = 1 << 20
 """The largest integer of a time or an amount of memory if they have no common unit."""
 
 HARDER = 4
-"""CP-SAT gets this many times the effort of single actions, which proves 2 ranks × 4 microbatches with pairs."""
+"""CP-SAT gets this many times the effort of single actions, to prove 2 ranks × 4 microbatches with pairs."""
 MOST_CYCLES = 840
 """Steps are divided into at most so many: enough for spans of 8 ranks."""
 

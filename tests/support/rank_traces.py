@@ -55,7 +55,8 @@ def trace_documents(
             at, rows = shift + step * length, []
             turned = at
             for text, begins, ends in zip(texts, start[part].tolist(), end[part].tolist(), strict=True):
-                rows.append([text, turned, at + round(1000 * begins), at + round(1000 * ends), 0])
+                starts = at + round(1000 * begins)  # the second action of a pair starts before the first ends
+                rows.append([text, min(turned, starts), starts, at + round(1000 * ends), 0])
                 turned = rows[-1][3]
             seconds = (rows[-1][3] - rows[0][2]) / 1e9
             entries.append({"step": step, "loss": None, "seconds": seconds, "actions": rows})

@@ -23,7 +23,7 @@ from zbv_service.pages.run import MAX_INDEX, Index
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import NOTICEABLE, signed
 from zbv_service.records.runs import RUN_ENDED
-from zbv_service.runs.measured.accounts import Parts, RankAccount
+from zbv_service.runs.measured.accounts import PAIR, Parts, RankAccount
 from zbv_service.runs.measured.explain import Cause, Explanation, sentence, told
 from zbv_service.runs.measured.step import MeasuredStep
 from zbv_service.runs.measurements import Chosen, Measured, NothingMeasured, TraceSource
@@ -93,7 +93,9 @@ def measured_values(found: Measured, root: str) -> dict[str, Any]:
         "parts": PARTS,
         "accounts": [*zip(accounts, bars([row.difference for row in accounts]), strict=True)],
         "ranks": sorted({kind.rank for kind in found.kinds}),
-        "letters": [letter for letter in LETTERS if any(kind.letter == letter for kind in found.kinds)],
+        "letters": [
+            letter for letter in (*LETTERS, PAIR) if any(kind.letter == letter for kind in found.kinds)
+        ],
         "kinds": {(kind.rank, kind.letter): kind for kind in found.kinds},
         "lengths": found.lengths,
     }

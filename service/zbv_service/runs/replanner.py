@@ -83,7 +83,7 @@ class Seen:
 
 def measure(plan: Plan, known: Problem, traces: tuple[RankTrace, ...]) -> MeasuredCosts:
     """Compare the costs that traces of a plan show with the known costs; takes a while."""
-    problem = refit(plan.problem, traces)
+    problem = refit(plan.problem, traces, plan.orders)
     before, now = evaluate(known, plan), evaluate(problem, plan)
     return MeasuredCosts(problem, now, max(relative_change(before, now), largest_change(known, problem)))
 

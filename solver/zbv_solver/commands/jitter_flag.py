@@ -43,7 +43,7 @@ def read_jitter(text: str, plan: Plan | None = None) -> Jitter:
             raise error.found_in(file_label(path)) from None
     if plan is None:  # _trace_of has refused every trace
         raise InvalidInput.at("", f"found no file; jitter is written as {SHORT_FORM}.")
-    return jitter_of_traces(plan.problem, traces)
+    return jitter_of_traces(plan.problem, traces, plan.orders)
 
 
 def _trace_of(plan: Plan | None, document: Any) -> RankTrace:

@@ -52,15 +52,16 @@ def refit(arguments: argparse.Namespace) -> None:
             traces.append(trace_of(plan_id, read_json(path)))
         except InvalidInput as error:
             raise error.found_in(file_label(path)) from None
-    measured = refitted(problem, traces)
+    measured = refitted(problem, traces, orders)
     write(arguments.output, json.dumps(problem_json(measured)) + "\n")
     sys.stderr.write(
         f"{counted(len(traces), 'rank')} measured; the cost that differs most from its planned value differs "
         f"by {percent(largest_change(problem, measured), 1)}\n"
     )
     if measured.features:
+        residual = relative_residual(measured, traces, orders)
         sys.stderr.write(
-            f"fitted over features; relative residual {percent(relative_residual(measured, traces), 1)} "
+            f"fitted over features; relative residual {percent(residual, 1)} "
             f"(root mean square of fitted minus measured costs, by that of measured costs)\n"
         )
 

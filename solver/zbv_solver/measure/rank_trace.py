@@ -7,9 +7,9 @@ input, when the input had arrived, and when the action ended (docs/formats.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import MAX_ACTIONS
 from zbv_solver.problem.problem import F, Problem, W
 
+Number = TypeVar("Number", np.int64, np.float64)
 Nanoseconds = Annotated[int, Field(strict=True, ge=-(2**62), le=2**62)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Bytes = Annotated[int, Field(strict=True, ge=0, le=2**62)]
@@ -146,33 +147,76 @@ def _step(index: int, document: StepTraceDocument, ahead: int) -> StepTrace:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The n actions of all traces; ``run`` numbers the pairs of replica and step. Times are in ns."""
+    """The n actions of all traces; ``run`` numbers the pairs of replica and step. Times are in ns.
+
+    Both actions of a pair have the times of the pair.
+    """
 
     run: IntArray
     stage: IntArray
     letter: IntArray
     microbatch: IntArray
     times: IntArray
+    half: IntArray
+    """(n,) 1 for the first action of a pair, 2 for its second, 0 for an action that ran alone."""
 
     @property
     def duration(self) -> FloatArray:
         """(n,) in nanoseconds."""
         return (self.times[:, END] - self.times[:, START]).astype(np.float64)
 
+    def alone(self) -> Samples:
+        """The actions that ran alone."""
+        return Samples(*(getattr(self, each.name)[self.half == 0] for each in fields(self)))
 
-def collect(problem: Problem, traces: Sequence[RankTrace]) -> Samples:
-    """The actions of all traces; raises :class:`InvalidInput` like :func:`.refit`."""
+
+def collect(problem: Problem, traces: Sequence[RankTrace], orders: Orders | None = None) -> Samples:
+    """The actions of all traces; parameters and errors are those of :func:`.refit`."""
+    if problem.communication is not None and orders is None:
+        raise InvalidInput.at(
+            "/costs/communication",
+            "found a problem with pairs; traces do not name pairs, so give the orders that ran, too.",
+        )
     runs: dict[tuple[int, int], int] = {}
     parts: list[tuple[IntArray, ...]] = []
     for trace in traces:
         for step in trace.steps:
-            orders = step.orders
-            _require_of(problem, trace, orders)
-            run = np.full(len(orders), runs.setdefault((trace.replica, step.step), len(runs)))
-            parts.append((run, orders.stage, orders.letter, orders.microbatch, step.times))
-    if not any(len(times) for *_, times in parts):
+            ran = step.orders
+            _require_of(problem, trace, ran)
+            run = np.full(len(ran), runs.setdefault((trace.replica, step.step), len(runs)))
+            half = _halves(trace, ran, orders)
+            times = with_pairs_whole(step.times, np.flatnonzero(half == 1))
+            parts.append((run, ran.stage, ran.letter, ran.microbatch, times, half))
+    if not any(len(times) for *_, times, _ in parts):
         raise InvalidInput.at("/steps", "found no measured action; let the ranks finish a step first.")
     return Samples(*(np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)))
+
+
+def with_pairs_whole(times: NDArray[Number], first: IntArray) -> NDArray[Number]:
+    """The times (n, 3) of actions, where the two of a pair have those of the pair.
+
+    ``first`` are the indices of the pairs' first actions.
+    """
+    whole = times.copy()
+    for column in (WAIT, START):
+        whole[first, column] = np.minimum(times[first, column], times[first + 1, column])
+    whole[first, END] = np.maximum(times[first, END], times[first + 1, END])
+    whole[first + 1] = whole[first]
+    return whole
+
+
+def _halves(trace: RankTrace, ran: Orders, orders: Orders | None) -> IntArray:
+    """As :attr:`Samples.half`, for a rank that ran its list of these orders."""
+    half = np.zeros(len(ran), np.int64)
+    if orders is None or orders.paired is None:
+        return half
+    if ran.all_text() != [orders.without_pairs().without_copies().text(trace.pp_rank)]:
+        raise InvalidInput.at(
+            "/steps", f"rank {trace.rank} did not run its list of the plan; use traces of this plan."
+        )
+    first = np.array(orders.pairs(trace.pp_rank), np.int64)
+    half[first], half[first + 1] = 1, 2
+    return half
 
 
 def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
@@ -204,7 +248,10 @@ def grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatAr
 
 
 def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray, IntArray]:
-    """Boundary, latency in ns and kind of microbatch of every transfer that its receiver waited for; (k,)."""
+    """Boundary, latency in ns and kind of microbatch of every transfer that its receiver waited for; (k,).
+
+    A pair waits for two inputs, so its transfers do not count.
+    """
     n_stages, m = problem.n_stages, problem.microbatches
     down = samples.letter == F
     shape = (int(samples.run.max()) + 1, 2, n_stages, m)
@@ -216,7 +263,7 @@ def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray,
     boundary = np.minimum(samples.stage, source)
     is_remote = np.zeros(n_stages + 1, dtype=bool)  # by boundary; the last entry serves -1
     is_remote[: n_stages - 1] = [not problem.placement.is_local(b) for b in range(n_stages - 1)]
-    taken = makes & (source >= 0) & (source < n_stages) & is_remote[boundary]
+    taken = makes & (source >= 0) & (source < n_stages) & is_remote[boundary] & (samples.half == 0)
     sent = done[samples.run[taken], at[1][taken], source[taken], samples.microbatch[taken]]
     times = samples.times[taken]
     waited_for = (sent > np.iinfo(np.int64).min) & (times[:, WAIT] < sent)

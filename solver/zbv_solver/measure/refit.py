@@ -6,6 +6,10 @@ its consumer's start, but only if the consumer was already waiting; otherwise th
 before. Costs that were not measured stay as planned. If only some of B, I and W were run, the others keep
 their planned proportion to them.
 
+The actions of pairs do not count: a rank has run every F once before its first backward, and runs every
+backward once more after its last F, so there are others. Communication keeps its share of every action, and
+the factor of pairs is what makes the median pair take as long as measured.
+
 If microbatches differ, every stage is fitted separately, by least squares over the medians of its kinds of
 microbatch. Residuals count relative to these medians, so that short microbatches count as much as long ones.
 No coefficient is negative, because a feature is an amount of work.
@@ -25,15 +29,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.measure.rank_trace import RankTrace, Samples, collect, grouped_medians, latencies
+from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.jitter import MAX_FACTOR, NO_SPREAD, Jitter, Spread
-from zbv_solver.problem.layer import Layer, LayerCosts, Model
+from zbv_solver.problem.layer import Layer, LayerCommunication, LayerCosts, Model
 from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.problem.problem import LETTERS, NANOSECONDS, B, F, I, Problem, W
-from zbv_solver.problem.stages import Costs, Placement
+from zbv_solver.problem.rules import MAX_PAIR_FACTOR
+from zbv_solver.problem.stages import Communication, Costs, Placement, pair_duration
 
 Scale = Callable[[float], float]
 
@@ -51,7 +56,7 @@ _MOST_STEPS = 10
 """Largest number of steps of a fit, times the number of coefficients; rounding could let it cycle."""
 
 
-def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
+def refit(problem: Problem, traces: Sequence[RankTrace], orders: Orders | None = None) -> Problem:
     """The problem with its measured costs; layers are scaled with their stages.
 
     If the size of the problem's time unit is not known, only the proportions of its costs are known. The unit
@@ -61,19 +66,16 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
     ----------
     traces
         Traces of some or all ranks, replicas and steps of a plan of this problem, on one clock.
+    orders
+        What the ranks ran; needed if they ran pairs, which traces do not name.
 
     Raises
     ------
     InvalidInput
-        When a trace belongs to another problem, or no trace has a step.
+        When a trace belongs to another problem or to other orders, or no trace has a step.
     """
-    if problem.communication is not None:
-        raise InvalidInput.at(
-            "/costs/communication",
-            "a trace does not tell how much of an action is communication. Refit a problem without this key.",
-        )
-    samples = collect(problem, traces)
-    scale, amounts = _nanoseconds(problem, samples), regressors(problem)
+    samples = collect(problem, traces, orders)
+    scale, amounts = nanoseconds_of_unit(problem, samples), regressors(problem)
     parts = [problem.costs, *(feature.costs for feature in problem.features)]
     tables = [np.array([getattr(part, field.name) or () for part in parts]) for field in fields(Costs)]
     forward, inputs, weights, p2p, fused = tables
@@ -97,8 +99,43 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
         replace(feature, costs=costs) for feature, costs in zip(problem.features, coefficients, strict=True)
     )
     if features:
-        return replace(problem, costs=fixed, measured=(), features=features)
-    return with_stage_costs(problem, fixed)
+        found = replace(problem.without_pairs(), costs=fixed, measured=(), features=features)
+        found = _with_communication(found, problem)
+    else:
+        found = with_stage_costs(problem, fixed)
+    return _with_pair_factor(found, samples, scale)
+
+
+def _with_communication(problem: Problem, planned: Problem) -> Problem:
+    """The problem with the planned share of communication in every action; with features the least share."""
+    if planned.communication is None:
+        return problem
+    shares = _ratio(problem.arrays.duration, planned.arrays.duration, 0.0).min(axis=2)
+
+    def scaled(hidden: Communication) -> Communication:
+        rows = zip(fields(Communication), shares[[F, I, B]], strict=True)
+        return Communication(*(tuple((share * getattr(hidden, each.name)).tolist()) for each, share in rows))
+
+    features = tuple(
+        each if before.communication is None else replace(each, communication=scaled(before.communication))
+        for each, before in zip(problem.features, planned.features, strict=True)
+    )
+    return replace(
+        problem,
+        communication=scaled(planned.communication),
+        pair_factor=planned.pair_factor,
+        features=features,
+    )
+
+
+def _with_pair_factor(problem: Problem, samples: Samples, scale: float) -> Problem:
+    """The problem with the factor that makes the median pair take as long as measured."""
+    first = samples.half == 1
+    if not first.any():
+        return problem
+    expected = _planned(replace(problem, pair_factor=1.0), samples)[first] * scale
+    factor = float(np.median(_ratio(samples.duration[first], expected)))
+    return replace(problem, pair_factor=min(max(1.0, float(f"{factor:.{_DIGITS}g}")), MAX_PAIR_FACTOR))
 
 
 def largest_change(planned: Problem, measured: Problem) -> float:
@@ -114,14 +151,14 @@ def largest_change(planned: Problem, measured: Problem) -> float:
     return float(_ratio(change, before, np.where(change > 0, np.inf, 0.0)).max())
 
 
-def relative_residual(problem: Problem, traces: Sequence[RankTrace]) -> float:
+def relative_residual(problem: Problem, traces: Sequence[RankTrace], orders: Orders | None = None) -> float:
     """How far the costs of a problem are from measured ones: |costs - medians| / |medians|.
 
     The medians are those of every letter, stage and kind of microbatch that was measured. Raises
     :class:`InvalidInput` like :func:`refit`.
     """
-    samples = collect(problem, traces)
-    medians = _medians(problem, samples) / _nanoseconds(problem, samples)
+    samples = collect(problem, traces, orders)
+    medians = _medians(problem, samples) / nanoseconds_of_unit(problem, samples)
     known = np.isfinite(medians)
     difference = (problem.arrays.duration - medians)[known]
     size = float(np.linalg.norm(medians[known]))
@@ -156,10 +193,23 @@ def _complete(found: list[FloatArray], planned: list[FloatArray], amounts: Float
 
 def _medians(problem: Problem, samples: Samples) -> FloatArray:
     """(4, S, K): median duration by letter, stage and kind of microbatch, in ns; nan without measurements."""
-    shape = problem.arrays.duration.shape
-    kind = problem.arrays.kind_of[samples.microbatch]
-    group = (samples.letter * shape[1] + samples.stage) * shape[2] + kind
+    samples, arrays = samples.alone(), problem.arrays
+    shape = arrays.duration.shape
+    group = (samples.letter * shape[1] + samples.stage) * shape[2] + arrays.kind_of[samples.microbatch]
     return grouped_medians(group, samples.duration, math.prod(shape)).reshape(shape)
+
+
+def _planned(problem: Problem, samples: Samples) -> FloatArray:
+    """(n,): what each action takes by the problem, both of a pair what the pair takes."""
+    arrays = problem.arrays
+    found = arrays.durations(samples.stage, samples.letter, samples.microbatch)
+    first = np.flatnonzero(samples.half == 1)
+    if len(first):
+        hidden = arrays.hidden(samples.stage, samples.letter, samples.microbatch)
+        both = hidden[first], hidden[first + 1]
+        found[first] = pair_duration(found[first], found[first + 1], both, problem.pair_factor)
+        found[first + 1] = found[first]
+    return found
 
 
 def _median_latencies(problem: Problem, samples: Samples) -> FloatArray:
@@ -169,7 +219,7 @@ def _median_latencies(problem: Problem, samples: Samples) -> FloatArray:
     return grouped_medians(boundary * shape[1] + kind, latency, math.prod(shape)).reshape(shape)
 
 
-def _nanoseconds(problem: Problem, samples: Samples) -> float:
+def nanoseconds_of_unit(problem: Problem, samples: Samples) -> float:
     """Nanoseconds per unit of the problem.
 
     If it is unknown, such that the measured actions took as long as planned.
@@ -177,8 +227,8 @@ def _nanoseconds(problem: Problem, samples: Samples) -> float:
     known = NANOSECONDS.get(problem.units.time or "")
     if known is not None:
         return known
-    planned = problem.arrays.durations(samples.stage, samples.letter, samples.microbatch).sum()
-    measured = samples.duration.sum()
+    is_first = samples.half < 2
+    planned, measured = _planned(problem, samples)[is_first].sum(), samples.duration[is_first].sum()
     return float(measured / planned) if planned > 0 and measured > 0 else 1.0
 
 
@@ -285,7 +335,8 @@ def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
     cost was measured. Transfers get the given latencies instead of a link.
     """
     if problem.model is None:
-        return replace(problem, costs=costs, measured=())
+        found = replace(problem.without_pairs(), costs=costs, measured=())
+        return _with_communication(found, problem)
     cut, placement = problem.model, problem.placement
     layered = replace(
         uncut(problem),
@@ -329,31 +380,41 @@ def _scaled_layer(
     name: str, layer: Layer, forward: Scale, inputs: Scale, weights: Scale, fused: Scale | None
 ) -> Layer:
     def of(costs: LayerCosts) -> LayerCosts:
-        return LayerCosts(
+        scaled = LayerCosts(
             forward(costs.forward),
             inputs(costs.backward_input),
             weights(costs.backward_weight),
             None if fused is None else fused(costs.fused),
             costs.memory,
         )
+        return replace(scaled, communication=_scaled_communication(costs, scaled))
 
     return replace(layer.with_costs(of), name=name, repeat=None)
 
 
-def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
+def _scaled_communication(before: LayerCosts, after: LayerCosts) -> LayerCommunication | None:
+    """The communication of a layer, with the same share of each action."""
+    if before.communication is None:
+        return None
+
+    def share(hidden: float, whole: float, scaled: float) -> float:
+        return min(hidden * scaled / whole, scaled) if whole > 0 else 0.0
+
+    hidden = before.communication
+    return LayerCommunication(
+        share(hidden.forward, before.forward, after.forward),
+        share(hidden.backward_input, before.backward_input, after.backward_input),
+        share(hidden.backward, before.fused, after.fused),
+    )
+
+
+def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace], orders: Orders | None = None) -> Jitter:
     """The jitter that ranks measured; I or B take the factors of the other one if only one of them was run.
 
-    Parameters
-    ----------
-    traces
-        Traces of some or all ranks, replicas and steps of a plan of this problem, on one clock.
-
-    Raises
-    ------
-    InvalidInput
-        When a trace belongs to another problem, or no trace has a step.
+    Pairs do not count. Parameters and errors are those of :func:`refit`.
     """
-    samples = collect(problem, traces)
+    samples = collect(problem, traces, orders)
+    every, samples = samples, samples.alone()
     arrays, took = problem.arrays, samples.duration
     if not problem.is_equal:
         took = _ratio(took, arrays.durations(samples.stage, samples.letter, samples.microbatch), took)
@@ -365,7 +426,7 @@ def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
     for letter, other in ((I, B), (B, I)):
         if actions[letter] is NO_SPREAD:
             actions[letter] = actions[other]
-    boundary, latency, kind = latencies(problem, samples)
+    boundary, latency, kind = latencies(problem, every)
     if not problem.is_equal:
         latency = _ratio(latency, arrays.latency[boundary, kind], latency)
     transfer = _spread_of(_relative(boundary, latency))

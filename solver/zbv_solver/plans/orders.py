@@ -388,7 +388,7 @@ def durations(problem: Problem, orders: Orders, varying: FloatArray | None = Non
             "found a pair of actions; the problem states no costs.communication, so it has no pairs."
         )
     first = np.flatnonzero(orders.paired)
-    hidden = arrays.communication[orders.letter, orders.stage, arrays.kind_of[orders.microbatch]]
+    hidden = arrays.hidden(orders.stage, orders.letter, orders.microbatch)
     if varying is not None:
         hidden = varying * (hidden / np.where(planned > 0, planned, 1.0))[:, None]
     both = hidden[first], hidden[first + 1]

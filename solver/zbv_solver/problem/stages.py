@@ -278,6 +278,13 @@ class ProblemArrays:
         found: FloatArray = self.duration[letter, stage, self.kind_of[microbatch]]
         return found
 
+    def hidden(self, stage: IntArray, letter: IntArray, microbatch: IntArray) -> FloatArray:
+        """What a pair can hide of every action, (n,)."""
+        if self.communication is None:
+            return np.zeros(len(stage))
+        found: FloatArray = self.communication[letter, stage, self.kind_of[microbatch]]
+        return found
+
     def deltas(self, stage: IntArray, letter: IntArray, microbatch: IntArray) -> FloatArray:
         """The change of memory at every action, (n,)."""
         found: FloatArray = self.delta[letter, stage, self.kind_of[microbatch]]

@@ -25,9 +25,10 @@ from zbv_service.runs.measured.step import (
     step_length,
     typical,
 )
+from zbv_solver.construct.pairs import joined, starts
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
-from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.orders import Action, Orders, durations
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Objective, Problem, Units
 from zbv_solver.problem.reading import parse_problem
@@ -162,6 +163,53 @@ def test_a_step_with_copies_has_no_difference_if_it_ran_as_planned() -> None:
     found = account(plan, lay_out(plan, as_planned(plan), 0, MICROSECOND))
     assert found.planned > make_plan(problem, orders.without_copies(), method="random").objective
     assert found.difference == pytest.approx(0, abs=1e-3 * len(orders))
+
+
+@pytest.fixture(scope="module")
+def paired() -> Plan:
+    """DualPipeV's order, with the pairs that it has."""
+    document = {
+        **{"pp_degree": 3, "microbatches": 8, "units": {"time": "us"}, "objective": "makespan"},
+        "costs": {"forward": 10, "backward_input": 12, "backward_weight": 8, "p2p": 1}
+        | {"communication": {"forward": 4, "backward_input": 5, "backward": 6}},
+    }
+    problem = parse_problem(document)
+    orders = joined(problem, next(orders for _, orders in starts(problem)))
+    assert all(map(orders.pairs, range(3)))
+    return make_plan(problem, orders, method="dualpipe-v")
+
+
+def test_the_two_actions_of_a_pair_occupy_a_rank_once(paired: Plan) -> None:
+    step = lay_out(paired, as_planned(paired), 0, MICROSECOND)
+    found = account(paired, step)
+    took = durations(paired.problem, paired.orders)
+    for row in found.ranks:
+        assert row.planned.compute == pytest.approx(took[paired.orders.slice_of(row.rank)].sum())
+        assert min(*vars(row.planned).values(), *vars(row.measured).values()) >= -1e-9
+        for part in vars(row.difference).values():
+            assert part == pytest.approx(0, abs=0.1)
+    kinds = {kind.letter: kind for kind in kind_times(paired, [step]) if kind.rank == 0}
+    assert kinds["pair"].count == len(paired.orders.pairs(0))
+    assert kinds["pair"].ratio == pytest.approx(1, abs=1e-3)
+    assert kinds["F"].planned == pytest.approx(10)
+    assert kinds["F"].count == 16 - kinds["pair"].count
+    assert explain(paired, step, found).main is None
+
+
+@pytest.mark.parametrize("unit", ["us", "forwards"])
+def test_pairs_that_hide_less_than_planned_are_the_main_cause(paired: Plan, unit: str) -> None:
+    named = replace(paired.problem, units=Units(time=unit))
+    plan = make_plan(named, paired.orders, method="dualpipe-v")
+    slow = make_plan(replace(named, pair_factor=1.3), plan.orders, method="slow")
+    traces = [replace(each, plan_id=plan.plan_id) for each in as_planned(slow)]
+    nanoseconds, _ = nanoseconds_of_unit(plan, traces)
+    step = lay_out(plan, traces, 0, MICROSECOND)
+    found = explain(plan, step, account(plan, step))
+    assert found.main is not None
+    assert "Pairs took 1.30 × what was planned: that alone explains all" in sentence(found)
+    assert found.measured == pytest.approx(slow.metrics.makespan, rel=1e-3)
+    took = [durations(each.problem, plan.orders).sum() for each in (slow, plan)]
+    assert nanoseconds == pytest.approx(MICROSECOND * (1 if unit == "us" else took[0] / took[1]), rel=1e-3)
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])

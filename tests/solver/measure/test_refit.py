@@ -18,14 +18,19 @@ from support.layered import RECOMPUTED
 from support.plans import write_plan
 from support.rank_traces import mixed_orders, trace_documents
 from zbv_solver.commands.cli import main
+from zbv_solver.construct.pairs import joined, starts
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure import refit as refitting
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 from zbv_solver.measure.refit import jitter_of_traces, largest_change, refit, with_stage_costs
-from zbv_solver.problem.problem import B, F, Problem, Units
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import B, F, I, Problem, Units
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.stages import Costs
 from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
+from zbv_solver.timing.start_times import objective_of
 
 PLANNED: dict[str, Any] = {
     **{"pp_degree": 3, "microbatches": 5, "units": {"time": "us"}},
@@ -166,10 +171,52 @@ def test_traces_of_another_problem_are_refused(measure: Any) -> None:
         measure(planned(), [traces[0].only(frozenset())])
 
 
-def test_costs_with_communication_are_not_refitted() -> None:
-    problem = planned(costs={**PLANNED["costs"], "communication": {}})
-    with pytest.raises(InvalidInput, match="/costs/communication: a trace does not tell"):
-        refit(problem, traces_of(problem.without_pairs()))
+HIDDEN = {"forward": 4, "backward_input": 8, "backward": 10}
+PAIRED = {"microbatches": 8, "costs": {**PLANNED["costs"], "communication": HIDDEN, "pair_factor": 1.1}}
+
+
+def pairs_of(problem: Problem) -> Orders:
+    """DualPipeV's order, with the pairs that it has."""
+    return joined(problem, next(orders for _, orders in starts(problem)))
+
+
+def test_pairs_that_ran_are_no_actions_that_took_longer() -> None:
+    problem = planned(**PAIRED)
+    orders = pairs_of(problem)
+    pairs = [at for rank in range(3) for at in orders.pairs(rank)]
+    actual = replace(refitting.with_stage_costs(problem, slower(problem).costs), pair_factor=1.25)
+    traces = list(map(parse_rank_trace, trace_documents(actual, orders)))
+    found = refit(problem, traces, orders)
+    assert found.arrays.duration == pytest.approx(actual.arrays.duration, rel=1e-3)
+    assert found.arrays.communication == pytest.approx(actual.arrays.communication, rel=1e-3)
+    assert found.pair_factor == pytest.approx(1.25, rel=1e-3)
+    assert objective_of(found, orders) == pytest.approx(objective_of(actual, orders), rel=1e-3)
+    for spread in (jitter := jitter_of_traces(problem, traces, orders)).actions:
+        assert spread.samples == pytest.approx([1.0] * len(spread.samples), abs=0.02)
+    assert len(jitter.actions[F].samples) == (orders.letter == F).sum() - len(pairs)
+    with pytest.raises(InvalidInput, match="/costs/communication: found a problem with pairs"):
+        refit(problem, traces)
+    with pytest.raises(InvalidInput, match="rank 0 did not run its list"):
+        refit(problem, traces, replace(orders, microbatch=orders.microbatch[::-1]))
+
+
+def test_layers_keep_their_share_of_communication() -> None:
+    layer = {"forward": 10, "backward_input": 10, "backward_weight": 10, "repeat": 8}
+    hidden = {"forward": 2, "backward_input": 3, "backward": 4}
+    document = {
+        **{"pp_degree": 2, "microbatches": 4, "placement": "v", "units": {"time": "us"}},
+        "layers": [{"name": "block", **layer, "communication": hidden}],
+    }
+    problem = parse_any_problem(document)
+    cut = search(problem, SearchOptions(effort="quick")).problem
+    scaled = with_stage_costs(cut, slower(cut).costs)
+    shares = [
+        each.arrays.hidden(*at) / each.arrays.durations(*at)
+        for each in (cut, scaled)
+        for at in [np.array([(stage, letter, 0) for stage in range(4) for letter in (F, I, B)]).T]
+    ]
+    assert shares[0] == pytest.approx(np.tile([0.2, 0.3, 0.2], 4))
+    assert shares[1] == pytest.approx(shares[0])
 
 
 def test_too_few_kinds_scale_the_planned_coefficients() -> None:

@@ -11,7 +11,8 @@ longest time of any rank from its first start to its last end, which needs no co
 less time waits for the rest. If it is the makespan, T is the time from the first start of any rank to the
 last end of any rank, and a rank waits before its first action and after its last.
 
-Times are in the plan's unit. :mod:`zbv_service.runs.measured.explain` finds out why a step took longer.
+A pair is one action here, which waits for the inputs of both. Times are in the plan's unit.
+:mod:`zbv_service.runs.measured.explain` finds out why a step took longer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from zbv_solver.measure.rank_trace import END, START, WAIT, with_pairs_whole
+from zbv_solver.plans.orders import durations
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS
 
-from zbv_service.runs.measured.step import FloatArray, IntArray, MeasuredStep, sources, step_length
+from zbv_service.runs.measured.step import (
+    FloatArray,
+    IntArray,
+    MeasuredStep,
+    first_halves,
+    halves,
+    sources,
+    step_length,
+)
+
+PAIR = "pair"
+"""In the place of a letter: pairs."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,7 @@ class KindTimes:
 
     rank: int
     letter: str
+    """Or :data:`PAIR`."""
     count: int
     planned: float
     measured: float
@@ -106,47 +121,51 @@ def account(plan: Plan, measured: MeasuredStep) -> Account:
     from zbv_solver.timing.start_times import earliest_times, span_start_times  # loads numba
 
     orders, is_span = plan.orders, plan.problem.objective == "span"
-    source = sources(plan)
-    duration = plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
+    source, first = sources(plan), first_halves(plan)
     start = span_start_times(plan.problem, orders) if is_span else earliest_times(plan.problem, orders)[0]
-    end = start + duration
+    start[first] = start[first + 1]  # by itself it could start earlier
+    planned = np.stack([start, start, start + durations(plan.problem, orders)], axis=1)
+    planned = with_pairs_whole(planned, first)
+    ran = with_pairs_whole(np.stack([measured.turned, measured.start, measured.end], axis=1), first)
     length = step_length(plan, measured)
     rows = []
     for rank in measured.ranks:
-        part = orders.slice_of(rank)
+        part, pairs = orders.slice_of(rank), np.array(orders.pairs(rank), np.int64)
         if part.start == part.stop:
             continue
-        turned = np.concatenate((start[part][:1] if is_span else [0.0], end[part][:-1]))
-        plans = _parts(start[part], end[part], turned, _made(end, source[part]), plan.objective)
-        turned = measured.turned[part].copy()
-        turned[0] = measured.start[part][0] if is_span else 0.0
-        made = _made(measured.end, source[part])
-        found = _parts(measured.start[part], measured.end[part], turned, made, length)
+        begin = planned[part.start, START] if is_span else 0.0
+        planned[part, WAIT] = np.concatenate(([begin], planned[part, END][:-1]))
+        ran[part.start, WAIT] = ran[part.start, START] if is_span else 0.0
+        plans = _parts(planned[part], _made(planned[:, END], source[part]), pairs, plan.objective)
+        found = _parts(ran[part], _made(ran[:, END], source[part]), pairs, length)
         rows.append(RankAccount(rank, plans, found))
     return Account(measured.step, measured.replica, plan.objective, length, tuple(rows))
 
 
 def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ...]:
-    """Planned and measured durations by rank and letter, over all these steps.
+    """Planned and measured durations by rank and letter, over all these steps, and those of pairs.
 
     The measured duration of a stage is the median over microbatches and steps, or if microbatches differ the
-    mean of the medians of its actions over steps; stages are weighted by their number of actions.
+    mean of the medians of its actions over steps; stages are weighted by their number of actions. Pairs are
+    like microbatches that differ.
     """
-    orders, durations = (
-        plan.orders,
-        plan.problem.arrays.durations(plan.orders.stage, plan.orders.letter, plan.orders.microbatch),
-    )
+    orders, planned = plan.orders, durations(plan.problem, plan.orders)
+    is_half, first = halves(plan), first_halves(plan)
     found = []
     for rank in sorted(set().union(*(step.ranks for step in steps))):
         part = orders.slice_of(rank)
-        took = np.array([(step.end - step.start)[part] for step in steps])
+        took = np.array([_took(step, first)[part] for step in steps])
         took = took[~np.isnan(took).any(axis=1)]
-        for code, letter in enumerate(LETTERS):
-            is_one = orders.letter[part] == code
+        is_second = is_half[part].copy()
+        is_second[list(orders.pairs(rank))] = False
+        chosen = {
+            letter: ~is_half[part] & (orders.letter[part] == code) for code, letter in enumerate(LETTERS)
+        }
+        for letter, is_one in (chosen | {PAIR: is_second}).items():
             if not is_one.any():
                 continue
             stages, counts = np.unique(orders.stage[part][is_one], return_counts=True)
-            if plan.problem.is_equal:
+            if plan.problem.is_equal and letter != PAIR:
                 medians = [
                     float(np.median(took[:, is_one & (orders.stage[part] == stage)])) for stage in stages
                 ]
@@ -158,11 +177,18 @@ def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ..
                     rank,
                     letter,
                     int(counts.sum()),
-                    float(durations[part][is_one].mean()),
+                    float(planned[part][is_one].mean()),
                     mean,
                 )
             )
     return tuple(found)
+
+
+def _took(step: MeasuredStep, first: IntArray) -> FloatArray:
+    """(n,) how long every action took, both of a pair as long as the pair."""
+    whole = with_pairs_whole(np.stack([step.turned, step.start, step.end], axis=1), first)
+    took: FloatArray = whole[:, END] - whole[:, START]
+    return took
 
 
 def _made(end: FloatArray, source: IntArray) -> FloatArray:
@@ -170,8 +196,13 @@ def _made(end: FloatArray, source: IntArray) -> FloatArray:
     return np.where(source >= 0, end[source], np.nan)
 
 
-def _parts(start: FloatArray, end: FloatArray, turned: FloatArray, made: FloatArray, length: float) -> Parts:
+def _parts(times: FloatArray, made: FloatArray, pairs: IntArray, length: float) -> Parts:
     """The parts of a rank's step that begins when it turns to its first action, and has this length."""
+    # Of a pair, the first action waits for both inputs and takes no time.
+    made[pairs] = np.fmax(made[pairs], made[pairs + 1])
+    made[pairs + 1] = np.nan
+    turned, start, end = times.T.copy()
+    end[pairs] = turned[pairs + 1] = start[pairs]
     idle = start - turned
     # Transfer is the time since the input was computed, as far as the rank was idle; nan if nothing was sent.
     transfer = float(np.nansum(np.clip(start - made, 0.0, idle)))

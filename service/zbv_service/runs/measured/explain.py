@@ -2,7 +2,7 @@
 
 A rank that waits is seldom the cause, because it waits for another rank. So the plan's order is replayed with
 one thing as measured and everything else as planned: the actions of one letter on one rank, of a rank, of a
-letter, all actions, the transfers, the time between actions, or ranks that start as early as possible
+letter, all actions, pairs, the transfers, the time between actions, or ranks that start as early as possible
 although the span assumes staggered starts. The effect of a cause is how much longer its replay takes.
 Effects need not add up: one cause can hide another, and variation between microbatches that are planned alike
 is part of none.
@@ -18,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from zbv_solver.export.quantities import percent
 from zbv_solver.measure.rank_trace import grouped_medians
+from zbv_solver.plans.orders import durations
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, F, Problem
 
 from zbv_service.runs.measured.accounts import Account
-from zbv_service.runs.measured.step import FloatArray, MeasuredStep, sources
+from zbv_service.runs.measured.step import FloatArray, MeasuredStep, first_halves, halves, sources
 
-CauseKind = Literal["actions", "transfers", "between", "start"]
+CauseKind = Literal["actions", "pairs", "transfers", "between", "start"]
 
 REPLAYED = 12
 """Ranks, and pairs of rank and letter, that are replayed: those with the largest difference in time."""
@@ -98,15 +99,15 @@ def told(cause: Cause) -> str:
     if cause.kind == "between":
         return "Ranks spent time between actions, although none was planned"
     times = "" if cause.ratio is None else f"{cause.ratio:.2f} ×"
-    if cause.kind == "transfers":
-        return f"Transfers took {times} what was planned"
+    if cause.kind in ("transfers", "pairs"):
+        return f"{cause.kind.capitalize()} took {times} what was planned"
     if cause.rank is None:
         return f"{cause.letter or 'Actions of every kind'} took {times} what was planned, over all ranks"
     return f"Rank {cause.rank}'s {cause.letter or 'actions'} took {times} what was planned"
 
 
 def _lower(text: str) -> str:
-    return text[0].lower() + text[1:] if text.startswith(("Rank", "Transfers", "Actions")) else text
+    return text[0].lower() + text[1:] if text.startswith(("Rank", "Transfers", "Actions", "Pairs")) else text
 
 
 def _signed(share: float) -> str:
@@ -168,6 +169,16 @@ def _causes(plan: Plan, measured: MeasuredStep, account: Account) -> Iterator[Ca
         ratio = float((counts * took * chosen).sum()) / time if time > 0 else None
         effect = objective_of(_with_durations(plan.problem, changed), plan.orders) - base
         yield Cause("actions", rank, None if letter is None else LETTERS[letter], ratio, effect)
+    first = first_halves(plan)
+    known = first[np.isfinite(measured.end[first])]
+    if len(known):
+        ended = np.maximum(measured.end[known], measured.end[known + 1])
+        began = np.minimum(measured.start[known], measured.start[known + 1])
+        time = float(durations(plan.problem, plan.orders)[known + 1].sum())
+        ratio = float((ended - began).sum()) / time if time > 0 else 1.0
+        factor = plan.problem.pair_factor * ratio
+        slowed = replace(plan.problem, given_arrays=plan.problem.arrays, pair_factor=factor)
+        yield Cause("pairs", None, None, ratio, objective_of(slowed, plan.orders) - base)
     yield from _transfers(plan, measured, base)
     held_up = np.zeros(plan.problem.n_stages)
     for row in account.ranks:
@@ -205,7 +216,8 @@ def _transfers(plan: Plan, measured: MeasuredStep, base: float) -> Iterator[Caus
     source = sources(plan)
     at = np.flatnonzero(source >= 0)
     sent, turned = measured.end[source[at]], measured.turned[at]
-    waited = np.isfinite(sent) & np.isfinite(turned) & (turned <= sent)
+    # A pair waits for two inputs, so its transfers do not count.
+    waited = np.isfinite(sent) & np.isfinite(turned) & (turned <= sent) & ~halves(plan)[at]
     at, sent = at[waited], sent[waited]
     if not len(at):
         return
@@ -224,14 +236,17 @@ def _transfers(plan: Plan, measured: MeasuredStep, base: float) -> Iterator[Caus
 
 
 def _durations(plan: Plan, measured: MeasuredStep) -> tuple[FloatArray, FloatArray]:
-    """(4, S, K) each: number of actions, and mean measured duration, as planned if nothing was measured."""
+    """(4, S, K) each: number of actions, and mean measured duration, as planned if nothing was measured.
+
+    Only actions that ran alone count, not those of pairs.
+    """
     orders, arrays = plan.orders, plan.problem.arrays
     planned = arrays.duration
     row = orders.letter.astype(np.int64) * plan.problem.n_stages + orders.stage
     row = row * arrays.kinds + arrays.kind_of[orders.microbatch]
     shape, size = planned.shape, planned.size
     took = measured.end - measured.start
-    known = np.isfinite(took)
+    known = np.isfinite(took) & ~halves(plan)
     sums, count = np.bincount(row[known], took[known], size), np.bincount(row[known], minlength=size)
     means = np.divide(sums, count, out=planned.ravel().copy(), where=count > 0)
     return np.bincount(row, minlength=size).astype(np.float64).reshape(shape), means.reshape(shape)

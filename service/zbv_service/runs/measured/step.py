@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from zbv_solver.errors import InvalidInput
-from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
-from zbv_solver.plans.orders import Orders
+from zbv_solver.measure import refit
+from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace, collect
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import NANOSECONDS, F, W
 
@@ -53,20 +53,11 @@ def nanoseconds_of_unit(plan: Plan, traces: Sequence[RankTrace]) -> tuple[float,
     """Nanoseconds in the plan's time unit, and whether the plan names that unit.
 
     For any other unit, the total time of the measured actions is equated with the planned one, as in
-    :func:`zbv_solver.measure.refit.refit`.
+    :func:`zbv_solver.measure.refit.refit`. Raises :class:`InvalidInput` like that function.
     """
-    named = NANOSECONDS.get(plan.problem.units.time or "")
-    if named is not None:
-        return named, True
-    arrays = plan.problem.arrays
-
-    def planned_durations(orders: Orders) -> FloatArray:
-        return arrays.durations(orders.stage, orders.letter, orders.microbatch)
-
-    steps = [step for trace in traces for step in trace.steps]
-    planned = sum(float(planned_durations(s.orders).sum()) for s in steps)
-    measured = sum(float((s.times[:, END] - s.times[:, START]).sum()) for s in steps)
-    return (measured / planned if planned > 0 and measured > 0 else 1.0), False
+    is_named = (plan.problem.units.time or "") in NANOSECONDS
+    samples = collect(plan.problem, traces, plan.orders)
+    return refit.nanoseconds_of_unit(plan.problem, samples), is_named
 
 
 def lay_out(plan: Plan, traces: Sequence[RankTrace], step: int, nanoseconds: float) -> MeasuredStep:
@@ -130,6 +121,20 @@ def clock_conflict(plan: Plan, measured: MeasuredStep) -> ClockConflict:
     early = early[~np.isnan(early)]
     wrong = early[early > measured.uncertainty]
     return ClockConflict(len(wrong), len(early), float(wrong.max(initial=0.0)))
+
+
+def halves(plan: Plan) -> NDArray[np.bool_]:
+    """(n,): whether an action is one of the two of a pair."""
+    found = np.zeros(len(plan.orders), np.bool_)
+    first = first_halves(plan)
+    found[first] = found[first + 1] = True
+    return found
+
+
+def first_halves(plan: Plan) -> IntArray:
+    """The indices of the F's that run as a pair with the action after them."""
+    paired = plan.orders.paired
+    return np.zeros(0, np.int64) if paired is None else np.flatnonzero(paired)
 
 
 def sources(plan: Plan) -> IntArray:

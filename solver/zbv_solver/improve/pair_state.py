@@ -201,6 +201,22 @@ def compute_tails(costs: Costs, state: State) -> None:  # pragma: no cover - com
 
 
 @compiled_leaf
+def tail_at(costs: Costs, state: State, rank: int, at: int) -> float:  # pragma: no cover - compiled
+    """The tail of a slot from those of what comes after it."""
+    if at + 1 == state.length[rank]:
+        way = -costs.release[rank]
+    else:
+        way = state.tail[rank, at + 1] + duration_at(costs, state, rank, at + 1)
+    for action in (state.first[rank, at], state.second[rank, at]):
+        after = 0 if action == NONE else costs.position[rank, action // costs.m] + 1
+        if 0 < after < len(costs.latency):
+            host, there = costs.host[after], state.place[after, action % costs.m]
+            onward = state.tail[host, there] + duration_at(costs, state, host, there)
+            way = max(way, onward + costs.latency[after])
+    return float(way)
+
+
+@compiled_leaf
 def objective_now(costs: Costs, state: State) -> float:  # pragma: no cover - compiled
     """Largest end over the ranks, each counted from its release."""
     largest = -np.inf

@@ -25,6 +25,8 @@ ROUNDS = 12
 """Rounds of annealing of one start, at most."""
 SEVERAL = 2
 """Times the most moves of annealing, if these are divided among several starts."""
+MORE_WITH_PAIRS = 3
+"""Times the most moves of annealing of every start with pairs."""
 LEAST_MOVES = 1_300
 """A start is given at least as many moves, or none."""
 FIRST_ATTEMPTS = 8

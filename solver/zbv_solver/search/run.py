@@ -45,6 +45,7 @@ from zbv_solver.search.options import (
     INJECT_SHARE,
     LEAST_MOVES,
     LEAST_SECONDS,
+    MORE_WITH_PAIRS,
     OVERTAKE_SHARE,
     REST_SHARE,
     ROUNDS,
@@ -138,8 +139,8 @@ class Search:
         if best is None:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
         if self.with_pairs.communication is not None:
-            solutions = [best, self.paired] if self.paired is not None else self._with_pairs(best)
-            best = min(solutions, key=lambda solution: solution.value)
+            found = [best, self.paired] if self.paired is not None else self._with_pairs(best)
+            best = min(found, key=lambda solution: solution.value)
         extra: dict[str, object] = {"effort": self.options.effort}
         if self.options.without:
             extra["without"] = list(self.options.without)
@@ -386,22 +387,25 @@ class Search:
             return
         if not self.alone:
             self.alone = lower_bound(self.problem).value
-        start = self.paired = min(self._with_pairs(best), key=lambda solution: solution.value)
-        self.incumbent.announce(start)
-        moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions) // ROUNDS
+        # Orders made for pairs and others lead to different ones, and which is better shows at the end only.
+        is_second, starts = self.paired is not None, self._with_pairs(best)
+        self.paired = min(starts, key=lambda solution: solution.value)
+        self.incumbent.announce(self.paired)
+        moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions)
         if moves == 0 or not self.problem.is_equal:
             return
         from zbv_solver.improve.pair_search import anneal_pairs  # few problems need it
 
         def chain(number: int, halt: Halt) -> Iterator[Solution]:
+            start = starts[number % len(starts)]
             for value, orders in anneal_pairs(
                 self.with_pairs,
                 start.orders,
                 start.value,
                 rounds=ROUNDS,
-                moves=moves,
-                factor=COOLER if number else 1.0,
-                seed=(self.options.seed * CHAINS + number) * ROUNDS,
+                moves=max(1, MORE_WITH_PAIRS * moves // ROUNDS),
+                factor=1.0,
+                seed=((2 * self.options.seed + is_second) * CHAINS + number) * ROUNDS,
                 halt=halt.flag,
             ):
                 yield Solution(value, orders, "annealing of pairs")
@@ -433,16 +437,20 @@ class Search:
         self.incumbent.raise_bound(result.lower_bound, "cp-sat")
 
     def _with_pairs(self, best: Solution) -> list[Solution]:
-        """The best order, and orders with pairs: that one with some, fixed ones, and the best so far."""
+        """The best order so far, with pairs or without, and the best of the fixed ones that have pairs."""
         from zbv_solver.construct.pairs import joined, starts  # few problems need it
 
         problem = self.with_pairs
-        solutions = [best] if self.paired is None else [best, self.paired]
-        for name, orders in (("pairs", best.orders), *starts(problem)):
+        found = [best] if self.paired is None else [best, self.paired]
+        fixed: list[Solution] = []
+        for solutions, name, orders in (
+            (found, "pairs", best.orders),
+            *((fixed, *it) for it in starts(problem)),
+        ):
             made = joined(problem, orders)
             if fits(problem, evaluate(problem, made).peak_memory):
                 solutions.append(Solution(objective_of(problem, made), made, name))
-        return solutions
+        return [min(some, key=lambda solution: solution.value) for some in (found, fixed) if some]
 
     def _prove_exactly(self, bound: float) -> None:
         """Take a bound of CP-SAT, which knows single actions only."""

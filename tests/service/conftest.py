@@ -15,18 +15,43 @@ from support.fake_kinds import kinds_of
 from support.live import Command, Live, live_service
 from support.postgres import SharedServer
 from support.serving import DEADLINE, Service, Serving
+from zbv_service.api import readiness
+from zbv_service.api.routers import health
 from zbv_service.app import create_app
 from zbv_service.client import Client
 from zbv_service.commands.cli import main
-from zbv_service.database import Database, SearchTable
+from zbv_service.database import Database, SearchTable, engine
 from zbv_service.database.retention import Sweeper
+from zbv_service.frontier import frontier
+from zbv_service.problems import compare, estimate
+from zbv_service.searches import runner
+from zbv_service.security import local_token
 from zbv_service.security.tokens import TokenText
 from zbv_service.settings import Settings
+
+PATIENCE = [
+    (engine, "WAIT_SECONDS"),
+    (readiness, "PING_SECONDS"),
+    (health, "COUNT_SECONDS"),
+    (estimate, "LONGEST_SECONDS"),
+    (compare, "LONGEST_SECONDS"),
+    (frontier, "PATIENCE_SECONDS"),
+    (runner, "_STORE_SECONDS"),
+    (local_token, "_LOCK_SECONDS"),
+]
+"""Modules, and the seconds after which they give up or answer without a part."""
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service of a test gives nothing up because a busy machine is slow."""
+    for module, name in PATIENCE:
+        monkeypatch.setattr(module, name, DEADLINE)
 
 
 @pytest.fixture

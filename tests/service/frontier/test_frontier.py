@@ -36,11 +36,9 @@ async def planned(service: Service, problem: dict[str, Any], **options: Any) -> 
 
 async def frontier(service: Service, plan_id: str) -> Frontier:
     """The frontier of a plan, with all bounds."""
-    application = service.app.state.application
-    while True:
-        found: Frontier = await application.frontiers.of(plan_id)
-        if all(point.bound is not None for point in found.points):
-            return found
+    found: Frontier = await service.app.state.application.frontiers.of(plan_id)
+    assert all(point.bound is not None for point in found.points)
+    return found
 
 
 async def ask(service: Service, plan_id: str, **form: str) -> Any:

@@ -76,6 +76,8 @@ def test_detach_prints_the_id_while_the_search_runs(command: Command, client: Cl
     status, out, err = command("submit", problem, "--seed", 2, "--detach")
     assert (status, err) == (0, "")
     assert not client.search(out.strip()).is_finished
+    # A search that has not begun would be cancelled without a plan.
+    wait_until(lambda: client.search(out.strip()).objective is not None, "a plan")
     client.cancel(out.strip())
     client.wait(out.strip(), timeout=DEADLINE)
 

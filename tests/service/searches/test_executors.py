@@ -53,7 +53,8 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     monkeypatch.setattr(worker, "_is_full", threading.Event())
     monkeypatch.setattr(worker, "LEAVE_SECONDS", 0.1)
     # A look does not wait long for a worker. On a busy machine an answer may take longer.
-    monkeypatch.setattr(executor, "LOOK_SECONDS", DEADLINE)
+    for name in ("LOOK_SECONDS", "CONNECT_SECONDS", "CALL_SECONDS", "CLOSE_SECONDS"):
+        monkeypatch.setattr(executor, name, DEADLINE)
     exits = asyncio.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: exits.set())
     async with (
@@ -105,7 +106,7 @@ async def test_a_search_that_did_not_react_before_its_worker_was_gone_crashed_un
     site.cluster._computations[computation.token] = computation
     if received_signal:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(site.exits.wait(), 30)
+        await asyncio.wait_for(site.exits.wait(), DEADLINE)
     await site.scheduler.remove_worker(site.worker.address, stimulus_id="test", close=False)
     await site.cluster.look()
     assert type(computation.outcome.exception()) is kind
@@ -140,7 +141,7 @@ async def test_a_worker_that_gave_a_search_back_gets_no_other(site: Site) -> Non
     assert site.cluster.slots == 1
     computation = on_worker(site, leave)
     with pytest.raises(worker.Evicted):
-        await asyncio.wait_for(site.cluster._submit(computation), 30)
+        await asyncio.wait_for(site.cluster._submit(computation), DEADLINE)
     assert site.cluster.slots == 0
 
 

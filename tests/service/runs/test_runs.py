@@ -62,7 +62,7 @@ async def test_the_events_of_a_run_are_streamed_until_it_ends(service: Service) 
     for agent in agents:
         await service.beat(agent, run_id, 0)
         await service.end_node(agent, run_id, "succeeded")
-    answer = await asyncio.wait_for(follower, 30)
+    answer = await asyncio.wait_for(follower, DEADLINE)
     assert answer.headers["content-type"].startswith("text/event-stream")
     listed = await service.events_of_run(run_id)
     sent = [dict(line.split(": ", 1) for line in text.splitlines()) for text in answer.text.split("\n\n")]

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
-from support.serving import until
+from support.serving import DEADLINE, until
 from support.stored import a_search, claimed, counting
 from zbv_service.database import Database, SearchEventTable, SearchTable
 from zbv_service.database import events as hub
@@ -48,7 +48,7 @@ async def test_a_change_by_this_service_reaches_readers_immediately(
         waiting = asyncio.create_task(anext(batches))
         await asyncio.sleep(0.05)
         await table.progressed("a", claim.fence, better(9))
-        (found,) = cast("Sequence[Event]", await asyncio.wait_for(waiting, 30))
+        (found,) = cast("Sequence[Event]", await asyncio.wait_for(waiting, DEADLINE))
     assert (found.number, found.kind, found.objective) == (3, "improvement", 9)
 
 
@@ -83,7 +83,7 @@ async def test_a_slow_reader_neither_delays_others_nor_costs_memory(
         held = events._channels["a"].events
         assert len(held) <= 20
     await table.ended("a", claim.fence, "failed", {})
-    seen = await asyncio.wait_for(fast, 30)
+    seen = await asyncio.wait_for(fast, DEADLINE)
     assert [found.number for found in seen] == list(range(1, 64))
     late = [found.number async for batch in slow for found in batch]
     assert late == list(range(3, 64))
@@ -110,7 +110,7 @@ async def test_a_reader_that_joins_while_the_last_one_leaves_misses_no_event(
     seen = asyncio.create_task(anext(second))
     await asyncio.sleep(0.01)
     goes_on.set()
-    assert [found.number for found in await asyncio.wait_for(seen, 30)] == [1, 2, 3]
+    assert [found.number for found in await asyncio.wait_for(seen, DEADLINE)] == [1, 2, 3]
     await second.aclose()
 
 
@@ -128,16 +128,20 @@ async def test_readers_end_with_their_service(events: EventFeed[Event], table: S
     reader = asyncio.create_task(all_of(events, "a"))
     await until(lambda: events.readers > 0, "a reader")
     events.hang_up()
-    assert [found.kind for found in await asyncio.wait_for(reader, 30)] in ([], ["state"])
+    assert [found.kind for found in await asyncio.wait_for(reader, DEADLINE)] in ([], ["state"])
 
 
 async def test_a_short_database_failure_ends_no_stream(
     events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim = await claimed(table, "a")
-    reader = asyncio.create_task(all_of(events, "a"))
-    await until(lambda: events.readers > 0, "a reader")
-    await asyncio.sleep(0.1)
+    claim, found = await claimed(table, "a"), list[Event]()
+
+    async def follow() -> None:
+        async for batch in events.follow("a", 0):
+            found.extend(batch)
+
+    reader = asyncio.create_task(follow())
+    await until(lambda: len(found) == 2, "a reader that has the events so far")
     read = SearchEventTable.after
     failures: list[datetime] = []
 
@@ -149,7 +153,8 @@ async def test_a_short_database_failure_ends_no_stream(
 
     monkeypatch.setattr(SearchEventTable, "after", fail_once)
     await table.ended("a", claim.fence, "failed", {})
-    assert (await asyncio.wait_for(reader, 30))[-1].kind == "end"
+    await asyncio.wait_for(reader, DEADLINE)
+    assert found[-1].kind == "end"
     assert failures
 
 
@@ -172,7 +177,7 @@ async def test_readers_of_old_events_take_turns(
 
     readers = [cast("Any", events.follow("a", 0)) for _ in range(16)]
     monkeypatch.setattr(SearchEventTable, "after", counted)
-    await asyncio.wait_for(asyncio.gather(*map(anext, readers)), 30)
+    await asyncio.wait_for(asyncio.gather(*map(anext, readers)), DEADLINE)
     assert most <= 2, "one reader of old events at a time, next to the loop that reads new ones"
     for reader in readers:
         await reader.aclose()

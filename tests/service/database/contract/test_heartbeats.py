@@ -9,6 +9,7 @@ from itertools import starmap
 from typing import Any, cast
 
 from sqlalchemy import update
+from support.serving import DEADLINE
 from support.stored import a_beat, an_agent, begin, counting, run_in
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.models import AgentRow, ListenerRow
@@ -149,11 +150,11 @@ async def test_agents_that_wait_for_work_share_one_query(database: Database) -> 
         assert not any(event.is_set() for event in events.values())
         (holder,) = await begin(database, "run", 1)
         bell.ring()
-        await asyncio.wait_for(events[holder].wait(), 30)
+        await asyncio.wait_for(events[holder].wait(), DEADLINE)
         assert [name for name in names if events[name].is_set()] == [holder]
         bell.is_stopping = True
         bell.ring()
-        await asyncio.gather(*(asyncio.wait_for(event.wait(), 30) for event in events.values()))
+        await asyncio.gather(*(asyncio.wait_for(event.wait(), DEADLINE) for event in events.values()))
 
 
 async def age(database: Database, seconds: float) -> None:

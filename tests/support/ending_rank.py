@@ -21,6 +21,8 @@ from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.world import Layout, World
 
+from support.processes import DEADLINE
+
 
 class Said:
     """Notes, transport and control plane of rank 1 of 3, which say how they are used."""
@@ -63,6 +65,7 @@ def report(error: BaseException) -> int:
 
 def end_late() -> None:
     """Rank 0 of two fails; rank 1 takes its time before it asks the store in rank 0 for the reason."""
+    vars(failures)["ABORT_SECONDS"] = DEADLINE
     control = GlooControl(World.from_environment(), 60.0)
     process = OwnProcess(lambda error: time.sleep(3 * control.rank), report)
     rank = Failures(control, 60.0, 60.0, process=process)

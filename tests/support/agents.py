@@ -92,6 +92,8 @@ class Cluster:
         folder.mkdir()
         arguments = ["agent", "--server", self.address, "--name", name, "--slots", "1"]
         arguments += ["--state-dir", str(folder / "state")]
+        # An agent that is drained ends its ranks if its run takes longer than a minute.
+        arguments += ["--drain-seconds", str(DEADLINE)]
         arguments += ["--allow-checkpoint-dir", tempfile.gettempdir(), *more]
         arguments += [] if allow is None else ["--allow-model", allow]
         process = fork_module("support.forking_worker", arguments, os.environ, folder / "agent.log")

@@ -127,7 +127,8 @@ def test_pairs_of_layers_that_exchange_tokens_are_measured(tmp_path: Path) -> No
     block, path = 0.1, tmp_path / "problem.json"
     model = ["--model", "support.expert_model:experts"]
     model += ["--model-args", json.dumps({"blocks": 2, "seconds": block})]
-    numbers = ["--pp", "2", "--microbatches", "4", "--repeats", "1", "--ranks-per-stage", "2", "--pairs"]
+    # The median of three ignores a round in which the machine was busy.
+    numbers = ["--pp", "2", "--microbatches", "4", "--repeats", "3", "--ranks-per-stage", "2", "--pairs"]
     assert main(["profile", *model, *numbers, "-o", str(path)]) == 0
     problem = json.loads(path.read_text())
     assert "profile" not in problem  # shares of layers are no layers

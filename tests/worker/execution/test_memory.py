@@ -16,11 +16,12 @@ from support.plans import unit_problem
 from support.rank_files import found_by
 from support.selfcheck import random_orders
 from torch import Tensor
+from zbv_solver.construct.pairs import joined
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory
+from zbv_solver.problem.stages import Communication, Costs, Deltas, Feature, Memory
 from zbv_solver.timing.start_times import memory_profile
-from zbv_worker.execution.binding import Bound
+from zbv_worker.execution.binding import Bound, BoundPair
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.copies import Copies
 from zbv_worker.execution.executor import Executor, ExecutorOptions
@@ -99,7 +100,9 @@ def account(problem: Problem, stages: dict[int, Stage]) -> tuple[Problem, Tensor
     at_once: list[tuple[float, ...]] = [tuple(row.tolist()) for row in fixed[:3]]
     none = (0.0,) * problem.n_stages
     per_token = Deltas(*(tuple(row.tolist()) for row in slope[:3]))
-    tokens = Feature("tokens", tuple(map(float, LENGTHS)), Costs(none, none, none, none[1:]), per_token)
+    hidden = None if problem.communication is None else Communication(none, none, none)
+    costs = Costs(none, none, none, none[1:])
+    tokens = Feature("tokens", tuple(map(float, LENGTHS)), costs, per_token, hidden)
     memory = Memory(at_once[0], at_once[1], at_once[2], (0.0,) * problem.pp_degree)
     moved = fixed[3, :, None] + slope[3, :, None] * torch.tensor(LENGTHS)
     return replace(problem, memory=memory, features=(tokens,)), moved
@@ -120,6 +123,8 @@ def watch(executor: Executor, live: LiveBytes) -> list[int]:
     seen: list[int] = []
 
     def watched(bound: Any) -> Any:
+        if isinstance(bound, BoundPair):
+            return BoundPair(*map(watched, bound))
         if not isinstance(bound, Bound):
             return bound
 
@@ -138,12 +143,17 @@ def watch(executor: Executor, live: LiveBytes) -> list[int]:
 def followed(seed: int, transport: Transport) -> dict[str, list[float]]:
     """The bytes that this rank has after each action of a random plan, and those of the account.
 
-    Every second plan has copies to the host.
+    Every second plan has copies to the host, and every fifth one pairs.
     """
     problem = unit_problem(transport.world_size, len(LENGTHS))
     orders: Orders = random_orders(problem, Random(seed), 0.0)
     if seed % 2:
         orders = copied_at_random(orders, Random(seed))
+    if seed % 5 == 0:
+        half = (0.5,) * problem.n_stages
+        problem = replace(problem, communication=Communication(half, half, half))
+        orders = joined(problem, orders)
+        assert orders.pairs(transport.rank)
     model = OfLengths(layers=4 * transport.world_size)
     plan = RankPlan.of("plan", problem, orders, transport.rank)
     with_features, moved = account(problem, build_stages(model, plan, CPU))
@@ -176,11 +186,11 @@ def of_rank(folder: Path, *seeds: str) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-@pytest.mark.parametrize(("p", "tolerance", "seeds"), [(1, 0.005, "34"), (2, 0.05, "3")])
+@pytest.mark.parametrize(("p", "tolerance", "seeds"), [(1, 0.005, "34"), (2, 0.05, "3"), (2, 0.05, "10")])
 def test_the_memory_of_microbatches_of_different_lengths_follows_the_plan(
     p: int, tolerance: float, seeds: str, tmp_path: Path
 ) -> None:
-    """The account is a fixed part and one per token. An odd seed's plan has copies to the host."""
+    """The account is a fixed part and one per token. Seeds are those of :func:`followed`."""
     for of_rank in found_by("worker.execution.test_memory", p, tmp_path, *seeds):
         for found in of_rank.values():
             largest = max(found["expected"])

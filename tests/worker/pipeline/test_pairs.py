@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import zbv_worker as zbv
 from support.gradients import gradients
+from support.processes import wait_until
 from support.rank_files import found_by
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -226,10 +227,49 @@ def trained(case: Case, mesh: Any, overlap: Any) -> dict[str, Any]:
     return found
 
 
-def of_rank(folder: Path) -> dict[str, Any]:
+@dataclass
+class FailingPlace(Place):
+    """Where the last process fails at the second exchange of its second step on a thread."""
+
+    thread: str = ""
+    left: int = 2
+
+    def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
+        if threading.current_thread().name == self.thread and what != "counts":
+            self.left -= 1
+            if self.left == 0:
+                raise ArithmeticError("no luck")
+        return super().exchange(x, received, sent, what)
+
+
+def error_of(mesh: Any, thread: str) -> str:
+    """What a process says that fails, or that loses another one."""
+    place = FailingPlace(mesh["ep"].get_group(), [], Random(dist.get_rank()), 0.004)
+    case = CASES["V, random delays"]
+    x, y = batch(dist.get_rank(place.group), 0)
+    try:
+        with zbv.Pipeline(
+            plan_of(case), layers(case, place), nn.functional.mse_loss, mesh=mesh, timeout=TIMEOUT
+        ) as pipe:
+            pipe.step(x, y)
+            place.left, place.thread = 2, thread if dist.get_rank() == RANKS[-1] else ""
+            pipe.step(x, y)
+    except Exception as error:
+        return " ".join([repr(error), *getattr(error, "__notes__", [])])
+    raise AssertionError("a step went on without one half")
+
+
+def of_rank(folder: Path, thread: str = "") -> dict[str, Any]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, EXPERTS), mesh_dim_names=("pp", "ep"))
     found: dict[str, Any] = {}
+    if thread:
+        found["error"] = error_of(mesh, thread)
+        if dist.get_rank() == 0:  # its process has the store with the reason, which the others read
+            wait_until(
+                lambda: all((folder / f"rank-{rank}.pt").exists() for rank in RANKS[1:]), "the others' end"
+            )
+        return found
     for name, case in CASES.items():
         print(name, flush=True)  # noqa: T201 - a rank's log
         found[name] = {"pairs": trained(case, mesh, None), "one by one": trained(case, mesh, one_by_one)}
@@ -301,6 +341,18 @@ def test_one_half_computes_while_the_other_communicates(name: str, found: Found)
 def test_a_backward_that_restores_buffers_of_its_forwards_stage_takes_no_turns(found: Found) -> None:
     for rank in RANKS:
         assert {thread for thread, *_ in found[rank]["buffers, recomputed"]["pairs"]["log"]} == {"MainThread"}
+
+
+@pytest.mark.parametrize("thread", ["MainThread", "zbv-pair"])
+def test_an_error_in_a_half_on_one_rank_ends_all(thread: str, tmp_path: Path) -> None:
+    *others, partner, failed = (
+        found["error"] for found in found_by("worker.pipeline.test_pairs", len(RANKS), tmp_path, thread)
+    )
+    assert failed.startswith("ArithmeticError('no luck') rank 3, step 1, action")
+    reason = "rank 3 lost: ArithmeticError: no luck"
+    assert all(reason in said for said in others)
+    # It waits in a collective of the model, and may get the error of that, with the action.
+    assert reason in partner or "rank 2, step 1, action" in partner
 
 
 @pytest.mark.parametrize("name", ["V, random delays", "one stage per rank"])

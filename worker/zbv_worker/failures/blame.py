@@ -152,10 +152,11 @@ class FailureNotes:
         others = [rank for rank in range(world_size) if rank != self._rank]
         seen = {rank: (self.sign_of(rank), begun) for rank in others}
         while self._clock.now() - begun <= 2 * SILENT_SECONDS:
-            self._clock.pause(BEAT_SECONDS / 5)
+            # At once, because the notes are gone when the process of rank 0 has ended.
             known = self.first()
             if known is not None:
                 return known
+            self._clock.pause(BEAT_SECONDS / 5)
             for rank, (before, since) in seen.items():
                 sign, now = self.sign_of(rank), self._clock.now()
                 if sign != before:

@@ -90,15 +90,7 @@ class LayerCosts:
         return self.communication or NOTHING_HIDDEN
 
     def with_communication_hidden(self, pair_factor: float) -> LayerCosts:
-        """The least that the layer adds to the time of a rank's entries, alone or in pairs.
-
-        Let X' be the least of the time X of an action and ``pair_factor`` (X - x), x of which is
-        communication. A pair of F and X takes at least ``pair_factor`` ((F - f) + (X - x)), so F' and then X'
-        fit into its time, start no earlier than its inputs are there, and end no later than it does. While
-        they run, the rank holds no more than the pair does. So every plan with pairs, with each of them
-        replaced in this way and all other actions shortened, is one without pairs that is no longer. Sums
-        of X' over the layers of a stage are at most the X' of their sums, so this holds for any cut.
-        """
+        """The least that the layer adds to the time of a rank's entries, alone or in pairs: Lemma 65."""
         if self.communication is None:
             return self
 

@@ -107,11 +107,7 @@ class LayeredProblem:
         return self.model.has_communication
 
     def with_communication_hidden(self) -> LayeredProblem:
-        """A problem without pairs whose best plan is no longer than the best one with pairs.
-
-        Every bound of its plans over all cuts is one of this problem's, by the proof of
-        :meth:`~zbv_solver.problem.layer.LayerCosts.with_communication_hidden`.
-        """
+        """A problem without pairs whose best plan is no longer than the best one with pairs: Lemma 65."""
         if not self.has_pairs:
             return self
 

@@ -100,6 +100,16 @@ def test_after_a_wait_for_all_ranks_the_silent_one_is_to_blame(store: Store) -> 
     assert notes_of(store, 0).silent_one(3) is None
 
 
+def test_a_published_reason_is_read_before_the_store_can_end_with_rank_0(store: Store) -> None:
+    class EndsStore(ManualClock):
+        def pause(self, seconds: float) -> None:
+            raise ConnectionError("rank 0 has ended")
+
+    loss = Loss(1, "no luck")
+    notes_of(store, 1).publish(loss)
+    assert notes_of(store, 0, EndsStore()).silent_one(2) == loss
+
+
 def watch_of(store: Store, clock: ManualClock, found: list[Loss]) -> PeerWatch:
     doing = Doing("step 1, 0F0")
     return PeerWatch(notes_of(store, 0), 1, 10.0, lambda: doing, found.append, clock)

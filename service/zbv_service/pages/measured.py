@@ -25,7 +25,7 @@ from zbv_service.pages.words import NOTICEABLE, signed
 from zbv_service.records.runs import RUN_ENDED
 from zbv_service.runs.measured.accounts import PAIR, Parts, RankAccount
 from zbv_service.runs.measured.explain import Cause, Explanation, sentence, told
-from zbv_service.runs.measured.step import MeasuredStep
+from zbv_service.runs.measured.step import IntArray, MeasuredStep, first_halves
 from zbv_service.runs.measurements import Chosen, Measured, NothingMeasured, TraceSource
 from zbv_service.security.access import READ
 
@@ -194,7 +194,7 @@ def _lanes(found: Measured, root: str) -> list[Lane]:
         ),
         Lane(
             f"measured, step {found.step.step}: {quantities.time(account.measured, units)}",
-            measured_timeline(planned, found.step),
+            measured_timeline(planned, found.step, first_halves(plan)),
             plan.problem,
             is_measured=True,
             idle=tuple(_idle(found)),
@@ -217,15 +217,22 @@ def _idle(found: Measured) -> Iterator[float]:
         yield 1 - busy.get(rank, 0.0) / length if length > 0 else 0.0
 
 
-def measured_timeline(planned: Timeline, step: MeasuredStep) -> Timeline:
-    """The step laid out like its plan, without ranks that sent nothing."""
+def measured_timeline(planned: Timeline, step: MeasuredStep, first: IntArray) -> Timeline:
+    """The step laid out like its plan, without ranks that sent nothing.
+
+    ``first`` are the indices of the pairs' first actions. As in a plan, a pair is one block with two halves.
+    """
     known = np.isfinite(step.start)
+    start, end = step.start.copy(), step.end.copy()
+    start[first] = np.minimum(start[first], start[first + 1])
+    end[first + 1] = np.maximum(end[first], end[first + 1])
+    end[first] = start[first + 1] = (start[first] + end[first + 1]) / 2
     counts = np.array([int(known[planned.slice_of(rank)].sum()) for rank in range(planned.pp_degree)])
     columns = ("rank", "chunk", "stage", "letter", "microbatch", "kind", "during", "after")
     return replace(
         planned,
-        start=step.start[known],
-        end=step.end[known],
+        start=start[known],
+        end=end[known],
         copies=None,
         offset=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         **{name: getattr(planned, name)[known] for name in columns},

@@ -14,12 +14,14 @@ from support.serving import DEADLINE, PROBLEM, Service, Serving
 from support.two_ranks import TwoRanks
 from zbv_service.pages import run as pages
 from zbv_service.pages.charts import MOST_DRAWN
-from zbv_service.pages.measured import measured_values
+from zbv_service.pages.measured import measured_timeline, measured_values
 from zbv_service.pages.run import SHOWN_RANKS, run_values
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.words import tone
 from zbv_service.records.runs import StepDocument
+from zbv_service.runs.measured.step import first_halves, lay_out
 from zbv_service.runs.measurements import Measured, TraceSource, measure, most_shared
+from zbv_solver.export.timeline import timeline
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
@@ -267,6 +269,22 @@ def test_a_step_that_went_as_planned_is_as_idle_as_planned(objective: Objective,
     assert (cards["Idle"].value, cards["Idle"].note) == (share, f"of the step; planned {share}")
     idle = [canvas.idle.replace("\u202f", "").split(" ") for canvas in view["lanes"]["canvases"]]
     assert idle[0] == idle[1] == [f"{100 * (1 - busy / length):.1f}%" for busy in (3, 13)]
+
+
+def test_a_pair_is_drawn_as_planned_and_occupies_its_rank_once() -> None:
+    hidden = {"forward": 1, "backward_input": 1, "backward": 1}
+    document = {"pp_degree": 1, "microbatches": 3, "placement": "single", "units": {"time": "us"}}
+    costs = {"forward": 2, "backward_input": 2, "backward_weight": 1, "communication": hidden}
+    orders = Orders.from_text([["0F0", "0F1+0I0", "0W0", "0F2+0I1", "0W1", "0I2", "0W2"]])
+    plan = make_plan(parse_problem({**document, "costs": costs}), orders, method="by hand")
+    (trace,) = map(parse_rank_trace, trace_documents(plan.problem, orders, plan_id=plan.plan_id))
+    drawn, step = timeline(plan), lay_out(plan, [trace], 0, 1000.0)
+    measured = measured_timeline(drawn, step, first_halves(plan))
+    assert measured.start == pytest.approx(drawn.start, abs=1e-3)
+    assert measured.end == pytest.approx(drawn.end, abs=1e-3)
+    view = view_of(plan, plan, ranks=(0,))
+    assert [canvas.idle for canvas in view["lanes"]["canvases"]] == ["0.0\u202f%"] * 2
+    assert view["letters"] == ["F", "I", "W", "pair"]
 
 
 def test_planned_values_of_a_rank_are_its_own_and_the_parts_add_up_to_the_total() -> None:

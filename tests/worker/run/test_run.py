@@ -208,6 +208,7 @@ def as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["--model", "x"], "no plan given"),
+        (["--model", "x", "--plan", "plan.json"], "no server given that has plan.json; pass --plan"),
         (["--plan-file", "absent.json", "--model", "x"], "No such file"),
         (["--plan-file", "PLAN", "--model", "gpt"], "must be package.module:factory"),
         (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "found no module 'nowhere'"),

@@ -163,8 +163,9 @@ class PlanSource:
 
     def _address(self) -> tuple[str, str]:
         if self.server is None or self.plan_id is None:
+            found = "no plan given" if self.plan_id is None else f"no server given that has {self.plan_id}"
             raise InvalidRun(
-                "no plan given; pass --plan ID and --server URL (or set ZBV_SERVER), or --plan-file FILE."
+                f"{found}; pass --plan ID and --server URL (or set ZBV_SERVER), or --plan-file FILE."
             )
         return self.server, self.plan_id
 

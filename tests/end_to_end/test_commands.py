@@ -40,7 +40,9 @@ def test_misspelt_words_get_a_suggestion(
 def test_a_flag_of_another_command_is_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         PLAN(["check", "x", "--efort", "a"])
-    assert "Did you mean" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Did you mean" not in said
+    assert said.startswith("usage: zbv check [-h]"), "the usage of the program does not show the flag"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ class Parser(argparse.ArgumentParser):
         else:
             words, known = message.partition("unrecognized arguments: ")[2].split(), [*self._flags()]
             hint = "".join(did_you_mean(word.partition("=")[0], known) for word in words)
-        super().error(f"{message}{'.' if hint else ''}{hint}")
+        # An unknown flag of a command is found by the program, whose own usage does not help.
+        argparse.ArgumentParser.error(self._used()[-1], f"{message}{'.' if hint else ''}{hint}")
 
     def prepare_completion(self) -> None:
         """Add all flags of all commands, and mark the arguments whose words or files a shell completes."""
@@ -95,11 +96,15 @@ class Parser(argparse.ArgumentParser):
 
     def _flags(self) -> Iterator[str]:
         """The flags of this parser, and of the commands that are used."""
-        yield from self._option_string_actions
-        for action in self._actions:
-            for command in action.choices.values() if isinstance(action.choices, dict) else ():
-                if isinstance(command, Parser) and command.is_used:
-                    yield from command._flags()
+        for parser in self._used():
+            yield from parser._option_string_actions
+
+    def _used(self) -> list[Parser]:
+        """This parser, the command that is used, and its own, if there are any."""
+        choices = (action.choices for action in self._actions if isinstance(action.choices, dict))
+        commands = (command for each in choices for command in each.values())
+        used = next((it for it in commands if isinstance(it, Parser) and it.is_used), None)
+        return [self] if used is None else [self, *used._used()]
 
 
 class _PrintCompletion(argparse.Action):

@@ -16,7 +16,8 @@ from zbv_solver.bounds.directions import directions, may_fuse
 from zbv_solver.bounds.ramps import Window, heads_and_tails
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.improve.cp_search import refine
+from zbv_solver.improve.cp_entries import refine_entries
+from zbv_solver.improve.cp_search import ExactResult, refine
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import CutSpace, CutTables
 from zbv_solver.partition.first_cuts import level_cut
@@ -42,6 +43,7 @@ from benchmarks.soak.pipeline import (
     Schedule,
     ascending,
     order_of,
+    pairs_of,
     read,
     separated,
     text,
@@ -128,7 +130,7 @@ class _Examination:
         """A plan is valid, and its metrics and bound are true."""
         verify(plan)
         order = order_of(plan.orders)
-        value = pipeline.value(order)
+        value = pipeline.value(order, pairs_of(plan.orders))
         fits = all(pipeline.fits(rank, actions) for rank, actions in enumerate(order))
         self.require(value is not None, f"plan: {name}", lambda: f"deadlocks: {text(order)}")
         self.require(
@@ -181,10 +183,14 @@ class _Stages(_Examination):
         self.bound("quick", bounds.lower_bound(problem, effort="quick").value)
         self.bound("full", bounds.lower_bound(problem).value)
         self.bound("thorough", bounds.lower_bound(problem, effort="thorough").value)
-        if problem.is_equal:
-            self._windows(problem, pipeline)
-        if self.chance.random() < 0.4:
-            self._proof(problem)
+        if problem.communication is not None:
+            self._proof(problem, refine_entries(problem, serial(problem).orders, effort=SHORT_EFFORT))
+        else:
+            if problem.is_equal:
+                self._windows(problem, pipeline)
+            if self.chance.random() < 0.4:
+                start = serial(problem).orders
+                self._proof(problem, refine(problem, start, lower_bound=0.0, effort=SHORT_EFFORT))
         try:
             quick = search(problem, SearchOptions(effort="quick", seed=self.chance.randint(0, 99)))
         except InfeasibleMemory:
@@ -234,10 +240,9 @@ class _Stages(_Examination):
                         lambda cell=cell, least=least: f"of {cell} is {least!r} in vain: {text(order)}",  # type: ignore[misc]
                     )
 
-    def _proof(self, problem: Problem) -> None:
+    def _proof(self, problem: Problem, result: ExactResult) -> None:
         """The bound that CP-SAT proves from scratch, starting with the worst order."""
         start = serial(problem)
-        result = refine(problem, start.orders, lower_bound=0.0, effort=SHORT_EFFORT)
         self.bound("cp-sat", result.lower_bound)
         if result.proved and self.best is not None:
             reached = make_plan(problem, result.orders or start.orders, method="soak", lower_bound=0.0)

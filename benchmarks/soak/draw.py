@@ -20,6 +20,8 @@ MOST_ACTIONS = 36
 LAYERED_SHARE = 0.12
 DIFFERING_SHARE = 0.3
 """Of problems by stages: those whose microbatches differ."""
+PAIRED_SHARE = 0.2
+"""Of the others by stages: those with pairs."""
 DEVICES_SHARE = 0.4
 """Of problems by layers with several ranks: those whose ranks have different devices."""
 
@@ -30,10 +32,14 @@ def draw(chance: Random) -> tuple[str, Document]:
     draw_one = _layered if chance.random() < LAYERED_SHARE else _stages
     if draw_one is _stages and chance.random() < DIFFERING_SHARE:
         draw_one = differing_stages
+    elif draw_one is _stages and chance.random() < PAIRED_SHARE:
+        draw_one = paired_stages
     document = draw_one(chance, number_source(chance, numbers))
     shape = "layers" if "layers" in document else document["placement"]
     if "features" in document:
         shape = f"differing {shape}"
+    if "communication" in document["costs"]:
+        shape = f"pairs {shape}"
     if "devices" in document:
         shape = f"{shape} on devices"
     return f"{shape}, {numbers}", document
@@ -97,6 +103,25 @@ def _stages(chance: Random, number: Number) -> Document:
         document["chunks"] = chunks
     if chance.random() < 0.8:
         document["memory"] = _memory(chance, number, document, n)
+    return document
+
+
+def paired_stages(chance: Random, number: Number) -> Document:
+    """Draw a problem whose actions communicate; none takes no time."""
+    while True:
+        document = _stages(chance, number)
+        costs = document["costs"]
+        shown = [costs[key] for key in ("forward", "backward_input", "backward_weight", "backward")]
+        if document["microbatches"] > 1 and all(min(values or [1]) > 0 for values in shown):
+            break
+    forward, inputs, weights, whole = shown
+    whole = whole or [sum(both) for both in zip(inputs, weights, strict=True)]
+    share = chance.choice((0.2, 0.5, 1.0))
+    costs["communication"] = {
+        name: [value * chance.choice((0.0, 0.5, share, share)) for value in values]
+        for name, values in (("forward", forward), ("backward_input", inputs), ("backward", whole))
+    }
+    costs["pair_factor"] = chance.choice((1.0, 1.0, 1.25))
     return document
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
+from itertools import combinations, pairwise, product
 from math import gcd, lcm, prod
 
 from ortools.sat.python import cp_model
 
-from benchmarks.soak.pipeline import Action, B, F, I, Order, Pipeline, W
+from benchmarks.soak.pipeline import Action, B, F, I, Order, Pairs, Pipeline, W
 
 MOST_ENUMERATED = 4_000
 """Most orders to enumerate; with more orders, CP-SAT solves the problem."""
@@ -37,6 +37,7 @@ class Optimum:
     is_exact: bool
     """Whether no order is better by more than the share ``NEARLY``."""
     method: str
+    pairs: Pairs = frozenset()
 
 
 def optimum(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum:
@@ -56,12 +57,24 @@ def enumerated(pipeline: Pipeline) -> Optimum | None:
         ranks.append(orders)
         if prod(map(len, ranks)) > MOST_ENUMERATED:
             return None
-    best, chosen = None, None
+    best: Optimum | None = None
     for choice in product(*ranks):
-        value = pipeline.value(choice)
-        if value is not None and (best is None or value < best):
-            best, chosen = value, choice
-    return None if best is None or chosen is None else Optimum(best, chosen, True, "enumerated")
+        for pairs in _pairings(pipeline, choice):
+            value = pipeline.value(choice, pairs)
+            if value is not None and (best is None or value < best.value):
+                best = Optimum(value, choice, True, "enumerated", pairs)
+    return best
+
+
+def _pairings(pipeline: Pipeline, order: Order) -> Iterator[Pairs]:
+    """Every choice of F's that run with the backward after them."""
+    may = [
+        one
+        for actions in (order if pipeline.hidden else ())
+        for one, two in pairwise(actions)
+        if one[0] == F and two[0] in (I, B) and one[2] != two[2]
+    ]
+    return (frozenset(some) for count in range(len(may) + 1) for some in combinations(may, count))
 
 
 def _orders_of_rank(pipeline: Pipeline, rank: int) -> Iterator[tuple[Action, ...]]:
@@ -128,13 +141,13 @@ def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = 
         if value is None:
             raise RuntimeError("one microbatch at a time deadlocks in the independent model.")
         return Optimum(value, simple, False, "one at a time")
-    order = model.order(solver)
-    value = pipeline.value(order)
+    order, pairs = model.order(solver), model.pairs(solver)
+    value = pipeline.value(order, pairs)
     if value is None or not all(pipeline.fits(rank, actions) for rank, actions in enumerate(order)):
         raise RuntimeError("the independent model found an order that breaks its own rules.")
     proven = model.unit * max(0, round(solver.best_objective_bound))
     is_exact = status == cp_model.OPTIMAL and model.admits_all and value <= proven * (1 + NEARLY)
-    return Optimum(value, order, is_exact, "cp-sat")
+    return Optimum(value, order, is_exact, "cp-sat", pairs)
 
 
 class _Model:
@@ -158,7 +171,11 @@ class _Model:
         self.position = {action: self.model.new_int_var(0, len(everything), "") for action in everything}
         self.one = self.model.new_constant(1)
         self.present = dict.fromkeys(everything, self.one)
+        self.end = {action: self.start[action] + self._length(action) for action in everything}
+        self.pair: dict[tuple[Action, Action], cp_model.IntVar] = {}
         self._choose_backwards()
+        for mine in self.actions if pipeline.hidden else ():
+            self._choose_pairs(mine)
         self._pass_on()
         self.before: dict[tuple[Action, Action], cp_model.IntVar] = {}
         for rank in range(pipeline.pp_degree):
@@ -176,6 +193,8 @@ class _Model:
         cycles = lcm(*range(1, pipeline.pp_degree + 1)) if pipeline.objective == "span" else 1
         self.unit = divisor * pipeline.time_unit / cycles
 
+        self.step, self.divisor = cycles, divisor
+
         def rounded(table: tuple[tuple[int, ...], ...]) -> list[list[int]]:
             return [[value // divisor * cycles for value in row] for row in table]
 
@@ -186,8 +205,27 @@ class _Model:
         self.horizon = 3 * self.longest
         self.admits_all = True
 
-    def _end(self, action: Action) -> cp_model.LinearExpr:
-        return self.start[action] + self.duration[action[0]][action[1]][action[2]]
+    def _length(self, action: Action) -> int:
+        return self.duration[action[0]][action[1]][action[2]]
+
+    def _choose_pairs(self, mine: list[Action]) -> None:
+        """An F may start and end together with the I or B of another microbatch."""
+        of = {action: list[cp_model.IntVar]() for action in mine if action[0] != W}
+        ends = {action: self.model.new_int_var(0, self.horizon, "") for action in of}
+        for both in product(mine, mine):
+            if both[0][0] == F and both[1][0] in (I, B) and both[0][2] != both[1][2]:
+                pair = self.pair[both] = self.model.new_bool_var("")
+                self.model.add_implication(pair, self.present[both[1]])
+                self.model.add(self.start[both[0]] == self.start[both[1]]).only_enforce_if(pair)
+                for half in both:
+                    end = self.start[half] + self.pipeline.together(*both) * self.step // self.divisor
+                    self.model.add(ends[half] == end).only_enforce_if(pair)
+                    of[half].append(pair)
+        for action, pairs in of.items():
+            alone = self.model.new_bool_var("")
+            self.model.add_exactly_one([alone, *pairs])
+            self.model.add(ends[action] == self.end[action]).only_enforce_if(alone)
+        self.end |= ends
 
     def _choose_backwards(self) -> None:
         for action in list(self.start):
@@ -201,7 +239,7 @@ class _Model:
     def _after(self, second: Action, first: Action, lag: int = 0) -> None:
         """If both actions are present, the second starts after the end of the first."""
         both = [self.present[first], self.present[second]]
-        self.model.add(self.start[second] >= self._end(first) + lag).only_enforce_if(both)
+        self.model.add(self.start[second] >= self.end[first] + lag).only_enforce_if(both)
         self.model.add(self.position[second] >= self.position[first] + 1).only_enforce_if(both)
 
     def _backwards(self, stage: int, j: int) -> list[Action]:
@@ -227,7 +265,10 @@ class _Model:
                 both = [self.present[one], self.present[two]]
                 for first, second in ((one, two), (two, one)):
                     literal = self.before[first, second] = model.new_bool_var("")
-                    model.add(self.start[second] >= self._end(first)).only_enforce_if(literal)
+                    unless = [self.pair[first, second].negated()] if (first, second) in self.pair else []
+                    model.add(self.start[second] >= self.end[first]).only_enforce_if(literal, *unless)
+                    for pair in unless:
+                        model.add_implication(pair.negated(), literal)
                     model.add(position[second] >= position[first] + 1).only_enforce_if(literal)
                     model.add_implication(literal, both[0])
                     model.add_implication(literal, both[1])
@@ -280,7 +321,7 @@ class _Model:
             first = self._first_start(stages[0]) if pipeline.objective == "span" else zero
             for action in self.actions[rank]:
                 if action[0] in (W, B):
-                    late = model.add(self._end(action) - first <= objective)
+                    late = model.add(self.end[action] - first <= objective)
                     late.only_enforce_if(self.present[action])
         model.minimize(objective)
 
@@ -292,6 +333,10 @@ class _Model:
         for j in range(self.pipeline.microbatches):
             self.model.add(first <= self.start[F, stage, j])
         return first
+
+    def pairs(self, solver: cp_model.CpSolver) -> Pairs:
+        """Read the pairs."""
+        return frozenset(one for (one, _), pair in self.pair.items() if solver.boolean_value(pair))
 
     def order(self, solver: cp_model.CpSolver) -> Order:
         """Read the order from the literals."""

@@ -26,6 +26,8 @@ Action = tuple[int, int, int]
 """(letter, stage, microbatch)"""
 Order = tuple[tuple[Action, ...], ...]
 """The actions of every rank in execution order."""
+Pairs = frozenset[Action]
+"""The F's that run as a pair with the action after them."""
 
 MEMORY_TOLERANCE = Fraction(999, 10**12)
 """Relative tolerance of a limit, slightly below the solver's (1e-9)."""
@@ -49,6 +51,10 @@ class Pipeline:
     """Largest memory of a rank, including the tolerance; None means unlimited."""
     time_unit: Fraction
     """Length of one integer step in the problem's unit of time."""
+    hidden: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+    """What pairs can hide, as ``duration``; None if there are no pairs."""
+    factor: Fraction = Fraction(1)
+    """What the two actions of a pair cost each other."""
 
     @property
     def pp_degree(self) -> int:
@@ -76,9 +82,9 @@ class Pipeline:
         return all(len(set(row)) == 1 for table in tables for row in table)
 
     def may_fuse(self, stage: int) -> bool:
-        """Whether B can pay for a microbatch: it is cheaper than I and W, or I allocates."""
+        """Whether B can pay for a microbatch: it is cheaper than I and W, or in a pair, or I allocates."""
         d = self.duration
-        return any(
+        return self.hidden is not None or any(
             d[B][stage][j] < d[I][stage][j] + d[W][stage][j] or self.delta[I][stage][j] > 0
             for j in range(self.microbatches)
         )
@@ -93,6 +99,16 @@ class Pipeline:
         )
         return all(need <= limit for need, limit in zip(needs, self.limit, strict=True))
 
+    def together(self, forward: Action, backward: Action) -> int:
+        """Duration of a pair; integer, as the step was divided by the factor's denominator."""
+        if self.hidden is None:
+            raise ValueError("the problem has no pairs.")
+        (f, x), (hidden, other) = (
+            [table[letter][stage][j] for letter, stage, j in (forward, backward)]
+            for table in (self.duration, self.hidden)
+        )
+        return int(self.factor * max(f, x, f - hidden + x - other, hidden + other))
+
     def fits(self, rank: int, actions: Sequence[Action]) -> bool:
         """Whether a rank's memory stays within its limit."""
         if self.limit is None:
@@ -105,9 +121,9 @@ class Pipeline:
             held += delta
         return True
 
-    def value(self, order: Order) -> Fraction | None:
+    def value(self, order: Order, pairs: Pairs = frozenset()) -> Fraction | None:
         """The objective in the problem's time unit, or None if the order deadlocks."""
-        schedule = Schedule.of(self, order)
+        schedule = Schedule.of(self, order, pairs)
         if schedule is None:
             return None
         return (schedule.makespan() if self.objective == "makespan" else schedule.span()) * self.time_unit
@@ -121,15 +137,22 @@ class Schedule:
     order: Order
     sequence: tuple[Action, ...]
     inputs: dict[Action, list[tuple[Action, int]]]
+    of_pairs: dict[Action, int]
+    """Duration of the pair that an action is in."""
 
     @classmethod
-    def of(cls, pipeline: Pipeline, order: Order) -> Schedule | None:
+    def of(cls, pipeline: Pipeline, order: Order, pairs: Pairs = frozenset()) -> Schedule | None:
         """The schedule of an order; None if it deadlocks or the input of an action is missing."""
         there = {action for actions in order for action in actions}
         inputs = {action: list(_inputs(pipeline, there, action)) for action in there}
         for actions in order:
             for before, action in pairwise(actions):
                 inputs[action].append((before, 0))
+        of_pairs = {}
+        for both in (both for actions in order for both in pairwise(actions) if both[0] in pairs):
+            needed = [each for half in both for each in inputs[half] if each[0] not in both]
+            for half in both:
+                inputs[half], of_pairs[half] = needed, pipeline.together(*both)
         done: set[Action] = set()
         sequence: list[Action] = []
         position = [0] * len(order)
@@ -138,7 +161,7 @@ class Schedule:
             is_moving = False
             for rank, actions in enumerate(order):
                 while position[rank] < len(actions) and all(
-                    needed in done for needed, _ in inputs[actions[position[rank]]]
+                    each in done for each, _ in inputs[actions[position[rank]]]
                 ):
                     sequence.append(actions[position[rank]])
                     done.add(actions[position[rank]])
@@ -146,10 +169,12 @@ class Schedule:
                     is_moving = True
         if len(sequence) < len(there):
             return None
-        return cls(pipeline, order, tuple(sequence), inputs)
+        return cls(pipeline, order, tuple(sequence), inputs, of_pairs)
 
     def length(self, action: Action) -> int:
-        """Duration of an action."""
+        """Duration of an action, or of its pair."""
+        if action in self.of_pairs:
+            return self.of_pairs[action]
         return self.pipeline.duration[action[0]][action[1]][action[2]]
 
     def starts_after(self, sources: Sequence[Action]) -> dict[Action, int]:
@@ -260,7 +285,12 @@ def read(document: dict[str, Any]) -> Pipeline:
     ]
     tables = [exact["forward"], exact["backward_input"], exact["backward_weight"], fused]
     lag = [[Fraction(0)] * m if ranks[s] == ranks[s + 1] else exact["p2p"][s] for s in range(n - 1)]
-    unit = lcm(*(value.denominator for each in (*tables, lag) for row in each for value in row))
+    factor, hidden = Fraction(costs.get("pair_factor", 1)), []
+    if shares := costs.get("communication"):
+        found = {name: table(shares[name]) for name in COSTS[:2] + COSTS[3:4]}
+        hidden = [found["forward"], found["backward_input"], tables[W], found["backward"]]  # W has no pair
+    unit = lcm(*(value.denominator for each in (*tables, *hidden, lag) for row in each for value in row))
+    unit *= factor.denominator
     return Pipeline(
         microbatches=m,
         rank_of=ranks,
@@ -270,6 +300,8 @@ def read(document: dict[str, Any]) -> Pipeline:
         lag=_in_units(lag, unit),
         **_read_memory(memory, table, n, m, p),
         time_unit=Fraction(1, unit),
+        hidden=tuple(_in_units(each, unit) for each in hidden) or None,
+        factor=factor,
     )
 
 
@@ -304,6 +336,12 @@ def order_of(orders: Orders) -> Order:
         tuple((LETTERS.index(letter), stage, j) for stage, letter, j in orders.actions(rank))
         for rank in range(orders.pp_degree)
     )
+
+
+def pairs_of(orders: Orders) -> Pairs:
+    """The same of the library's pairs."""
+    mine = ((rank, orders.pairs(rank)) for rank in range(orders.pp_degree))
+    return frozenset((F, *orders.actions(rank)[at][::2]) for rank, places in mine for at in places)
 
 
 def ascending(order: Order) -> Order:

@@ -16,7 +16,7 @@ from zbv_solver.problem.problem import Problem
 
 from benchmarks.soak import checks
 from benchmarks.soak.checks import Contradiction, Coverage
-from benchmarks.soak.draw import draw
+from benchmarks.soak.draw import draw, number_source, paired_stages
 from benchmarks.soak.optimum import enumerated, solved
 from benchmarks.soak.pipeline import ascending, read
 from benchmarks.soak.run import replay, soak, summary
@@ -91,10 +91,12 @@ def test_a_search_may_refuse_layers_that_fit_only_for_the_tolerance(
         checks.check("layers, ties", document, "0", Coverage())
 
 
-def test_enumeration_and_cp_sat_agree_on_the_optimum() -> None:
+@pytest.mark.parametrize("with_pairs", [False, True])
+def test_enumeration_and_cp_sat_agree_on_the_optimum(with_pairs: bool) -> None:
     agreed = 0
     for number in range(60):
-        document = draw(Random(f"agree/{number}"))[1]
+        chance = Random(f"agree/{number}")
+        document = paired_stages(chance, number_source(chance, "ties")) if with_pairs else draw(chance)[1]
         if "layers" in document or not read(document).is_feasible():
             continue
         listed = enumerated(read(document))

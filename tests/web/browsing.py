@@ -45,7 +45,9 @@ SOON_SECONDS = 300.0
 """A page may wait for several searches."""
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 # A message about the speed of the machine.
-HARMLESS = re.compile("was preloaded using link preload but not used within")
+HARMLESS = re.compile(
+    "was preloaded using link preload but not used within|Autofocus processing was blocked because a document"
+)
 
 
 @dataclass

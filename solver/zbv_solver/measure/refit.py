@@ -96,7 +96,8 @@ def refit(problem: Problem, traces: Sequence[RankTrace], orders: Orders | None =
         for row in range(len(parts))
     )
     features = tuple(
-        replace(feature, costs=costs) for feature, costs in zip(problem.features, coefficients, strict=True)
+        replace(feature, costs=costs, communication=None)
+        for feature, costs in zip(problem.features, coefficients, strict=True)
     )
     if features:
         found = replace(problem.without_pairs(), costs=fixed, measured=(), features=features)

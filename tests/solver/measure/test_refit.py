@@ -200,6 +200,27 @@ def test_pairs_that_ran_are_no_actions_that_took_longer() -> None:
         refit(problem, traces, replace(orders, microbatch=orders.microbatch[::-1]))
 
 
+def test_pairs_of_microbatches_that_differ_are_fitted_too() -> None:
+    """Every coefficient keeps its share of communication."""
+
+    def problem(forward: float, inputs: float, factor: float) -> Problem:
+        costs = {"forward": forward, "backward_input": inputs, "backward_weight": 1}
+        hidden = {"forward": forward / 2, "backward_input": inputs / 2}
+        by_token = {name: {"tokens": value} for name, value in costs.items()}
+        communication = {name: {"tokens": value} for name, value in hidden.items()}
+        document = {"pp_degree": 1, "microbatches": 4, "placement": "single", "units": {"time": "us"}}
+        document |= {"sequences": [[10], [20], [10], [30]]}
+        all_costs = {**by_token, "communication": communication, "pair_factor": factor}
+        return parse_problem({**document, "costs": all_costs})
+
+    ran = "0F0 0F1+0I0 0W0 0F2+0I1 0W1 0I2 0W2 0F3 0I3 0W3"
+    orders, actual = Orders.from_text([ran.split()]), problem(3, 4, 1.2)
+    found = refit(problem(2, 2, 1.0), list(map(parse_rank_trace, trace_documents(actual, orders))), orders)
+    assert found.arrays.duration == pytest.approx(actual.arrays.duration, rel=1e-3)
+    assert found.arrays.communication == pytest.approx(actual.arrays.communication, rel=1e-3)
+    assert found.pair_factor == pytest.approx(1.2, rel=1e-3)
+
+
 def test_layers_keep_their_share_of_communication() -> None:
     layer = {"forward": 10, "backward_input": 10, "backward_weight": 10, "repeat": 8}
     hidden = {"forward": 2, "backward_input": 3, "backward": 4}

@@ -14,10 +14,14 @@ from support.orders import random_orders
 from support.problems import problems
 from support.reference import Impossible, simulate
 from zbv_solver.construct.baselines import baseline_names
-from zbv_solver.construct.pairs import joined
+from zbv_solver.construct.pairs import joined, starts
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export.timeline import timeline, timeline_bytes, timeline_facts
-from zbv_solver.improve.pair_search import anneal_pairs
+from zbv_solver.improve import pair_search
+from zbv_solver.improve.annealing import window_starts
+from zbv_solver.improve.order_state import Queue
+from zbv_solver.improve.pair_search import Move, anneal_pairs
+from zbv_solver.improve.pair_state import Costs, State, compute_all, compute_tails
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import LETTERS, Problem
 from zbv_solver.problem.reading import parse_problem
@@ -195,6 +199,24 @@ def test_annealing_never_lengthens_an_order_and_keeps_its_memory_limit(
         assert after <= value
         assert after == objective_of(problem, orders)
         value = after
+
+
+@pytest.mark.parametrize("moves", [1, 7, 200])
+@pytest.mark.parametrize("p", [2, 5])
+def test_what_a_round_repairs_is_what_it_would_compute(p: int, moves: int) -> None:
+    """To the last bit: a wrong tail would let a round refuse moves that gain."""
+    problem = parse_problem({**PROBLEM, "pp_degree": p, "microbatches": 2 * p})
+    orders = joined(problem, next(orders for _, orders in starts(problem)))
+    state, kept = State.of(problem, orders), State.of(problem, orders)
+    costs = Costs.of(problem, window_starts(problem, orders))
+    queue, halt = Queue.of(*state.first.shape), np.zeros(1, np.int64)
+    applied, _ = pair_search._round(costs, state, queue, Move.of(state), kept, moves, 5.0, 1, halt)
+    assert applied == moves
+    fresh = State(*(array.copy() for array in state))
+    compute_all(costs, fresh)
+    compute_tails(costs, fresh)
+    for name in ("end", "tail", "held", "passed_on", "place"):
+        np.testing.assert_array_equal(getattr(state, name), getattr(fresh, name), name)
 
 
 def test_a_search_is_within_half_a_percent_of_the_best_order_known() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
+import numpy as np
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.plans.orders import Action, Orders, first_in_first_out
 from zbv_solver.problem.numeric import exceeds
@@ -120,3 +122,13 @@ def copied_at_random(orders: Orders, random: Random) -> Orders:
                 first += 1
         ranks.append(entries)
     return Orders.from_text(ranks)
+
+
+def paired_at_random(orders: Orders, random: Random) -> Orders:
+    """Forwards become pairs with the backward after them, if it is of another microbatch."""
+    letters, microbatch = "".join(LETTERS[code] for code in orders.letter), orders.microbatch
+    ranks, paired = orders.rank_index(), np.zeros(len(orders), dtype=np.bool_)
+    for at in range(len(orders) - 1):
+        is_possible = letters[at : at + 2] in ("FI", "FB") and ranks[at] == ranks[at + 1]
+        paired[at] = is_possible and microbatch[at] != microbatch[at + 1] and random.random() < 0.7
+    return replace(orders, paired=paired) if paired.any() else orders

@@ -9,7 +9,16 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from zbv_solver.problem.problem import Objective, Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.stages import Copies, Costs, Deltas, Feature, Memory, Placement, PlacementKind
+from zbv_solver.problem.stages import (
+    Communication,
+    Copies,
+    Costs,
+    Deltas,
+    Feature,
+    Memory,
+    Placement,
+    PlacementKind,
+)
 
 
 def uniform(
@@ -139,6 +148,20 @@ def differing_problems(draw: st.DrawFn, *, max_p: int = 3, max_m: int = 5) -> Pr
     headroom = st.sampled_from([0.0, 0.0, 1.0, 3.0, 10.0, 40.0])
     p = problem.pp_degree
     return limited(problem, tuple(draw(st.lists(headroom, min_size=p, max_size=p))))
+
+
+@st.composite
+def with_communication(draw: st.DrawFn) -> Problem:
+    """Random problems with pairs."""
+    problem = draw(problems(max_p=3, max_m=5, kinds=("v", "loop", "single")))
+    forward, inputs, fused = (draw(st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])) for _ in range(3))
+    costs = problem.costs
+    hidden = Communication(
+        tuple(forward * each for each in costs.forward),
+        tuple(inputs * each for each in costs.backward_input),
+        tuple(fused * costs.fused(stage) for stage in range(problem.n_stages)),
+    )
+    return replace(problem, communication=hidden, pair_factor=draw(st.sampled_from([1.0, 1.05, 2.0])))
 
 
 def decades(smallest: float = 1e-6, largest: float = 1e6) -> st.SearchStrategy[float]:

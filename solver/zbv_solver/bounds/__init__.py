@@ -73,7 +73,7 @@ def lower_bound(
     :func:`.engine_bounds` knows the memory that they free.
     """
     best = Bound(0.0, "nothing to do")
-    copies = problem.copies
+    given, copies = problem, problem.copies
     if problem.communication is not None:
         for rank, value in enumerate(pair_bounds(problem)):
             if value > best.value:
@@ -99,8 +99,11 @@ def lower_bound(
         return _best([best], _differing_bounds(problem, effort), enough, is_stopped)
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
     full = _makespan_bounds if problem.objective == "makespan" else _span_bounds
-    further = _thorough_bounds(problem, is_stopped) if effort == "thorough" else iter(())
-    return _best([best, *full(problem, by_strength)], further, enough, is_stopped)
+    best = _best([best, *full(problem, by_strength)], iter(()), enough, is_stopped)
+    if effort != "thorough":
+        return best
+    best = _best([best], _thorough_bounds(problem, is_stopped), enough, is_stopped)
+    return _best([best], _pair_bounds(given, best.value, enough, is_stopped), enough, is_stopped)
 
 
 def _best(
@@ -128,6 +131,17 @@ def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
     for prices in (FULL, THOROUGH) if effort == "thorough" else (FULL,):
         for rank, value in away_bounds(problem, prices):
             yield Bound(value, f"memory of rank {rank} while microbatches are away")
+
+
+def _pair_bounds(
+    problem: Problem, known: float, enough: float, is_stopped: Callable[[], bool]
+) -> Iterator[Bound]:
+    if problem.communication is None or problem.pp_degree == 1 or problem.copies is not None:
+        return
+    from zbv_solver.bounds.flow import flow_bound  # few problems need it
+
+    value = flow_bound(problem, known, enough, is_stopped)
+    yield Bound(value, f"flow of microbatches through ranks 0 and {problem.pp_degree - 1}, with pairs")
 
 
 def _thorough_bounds(problem: Problem, is_stopped: Callable[[], bool]) -> Iterator[Bound]:

@@ -14,6 +14,11 @@ from zbv_solver.problem.problem import F, Problem
 
 def pair_bounds(problem: Problem) -> list[float]:
     """For every rank, a lower bound of the objective by its load and its ramp: Lemma 60."""
+    return [pair_bound(problem, rank) for rank in range(problem.pp_degree)]
+
+
+def pair_bound(problem: Problem, rank: int, later: float = 0.0) -> float:
+    """The same of one rank, whose first backward starts by ``later`` later than it could: Lemma 66."""
     arrays, count = problem.arrays, problem.arrays.count
     forward, inputs, weights, fused = arrays.duration
     saved = forward - problem.with_forwards_shortened().arrays.duration[F]
@@ -21,17 +26,15 @@ def pair_bounds(problem: Problem) -> list[float]:
     # No microbatch is faster than this on its way down and up again.
     down, up = forward.min(axis=1), np.minimum(inputs, fused).min(axis=1)
     transfer = arrays.latency.min(axis=1)
-    bounds = []
-    for stages in map(list, problem.placement.stages_of):
-        first, last = min(stages), max(stages)
-        ramp = down[first:].sum() + transfer[first:].sum() + up[last + 1 :].sum() + transfer[last:].sum()
-        value = work[stages].sum(axis=0) @ count
-        value += _lost(ramp, (forward[stages] * count).ravel(), (saved[stages] * count).ravel())
-        if problem.objective == "makespan":
-            value += down[:first].sum() + transfer[:first].sum()
-            value += max(0.0, up[:first].sum() + transfer[:first].sum() - weights[stages].sum(axis=0) @ count)
-        bounds.append(float(value))
-    return bounds
+    stages = list(problem.placement.stages_of[rank])
+    first, last = min(stages), max(stages)
+    ramp = down[first:].sum() + transfer[first:].sum() + up[last + 1 :].sum() + transfer[last:].sum()
+    value = work[stages].sum(axis=0) @ count
+    value += _lost(ramp + later, (forward[stages] * count).ravel(), (saved[stages] * count).ravel())
+    if problem.objective == "makespan":
+        value += down[:first].sum() + transfer[:first].sum()
+        value += max(0.0, up[:first].sum() + transfer[:first].sum() - weights[stages].sum(axis=0) @ count)
+    return float(value)
 
 
 def _lost(ramp: float, forward: FloatArray, saved: FloatArray) -> float:

@@ -116,6 +116,8 @@ class Search:
                     self.incumbent.put_aside(self.incumbent.current)
                     self.incumbent.current = before
             self.solve_pairs()
+            if self.options.effort != "quick" and self._is_open(self.paired):
+                self.bound()
 
     def first_plan(self, enough: float) -> Plan:
         """A plan from constructed orders alone; it has a full bound if it is shorter than ``enough``."""
@@ -170,6 +172,12 @@ class Search:
             return True
         return is_over(self.incumbent, self.halt)
 
+    def _is_open(self, paired: Solution | None) -> bool:
+        """Whether there is an order with pairs that may not be the best, and time to find out."""
+        if paired is None or self.incumbent.meets_bound(paired):
+            return False
+        return not is_over(self.incumbent, self.halt)
+
     def _race(self, chain: Chain, share: float) -> list[Solution]:
         """Race the chains of a phase in a share of the remaining time; returns the best order of each."""
         limit = self.options.time_limit
@@ -186,8 +194,10 @@ class Search:
 
     def bound(self) -> None:
         """Compute the full lower bound."""
-        effort: BoundEffort = "full" if self.options.effort == "quick" else "thorough"
-        current = self.incumbent.current
+        # With pairs, what is thorough takes as long as a phase, and is cheaper with a good order.
+        is_later = self.with_pairs.communication is not None and self.paired is None
+        effort: BoundEffort = "full" if is_later or self.options.effort == "quick" else "thorough"
+        current = self.paired or self.incumbent.current
         enough = math.inf if current is None else current.value
         bound = lower_bound(self.with_pairs, effort, enough, lambda: bool(self.halt.flag[0]))
         self.incumbent.raise_bound(bound.value, "bounds")
@@ -418,7 +428,7 @@ class Search:
     def solve_pairs(self) -> None:
         """Solve the whole problem with its pairs by CP-SAT, if it is small enough."""
         start, problem = self.paired, self.with_pairs
-        if start is None or self.incumbent.meets_bound(start) or is_over(self.incumbent, self.halt):
+        if start is None or not self._is_open(start):
             return
         if not problem.is_equal or problem.max_actions > self.budget.exact_actions:
             return

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.orders import random_orders
-from support.problems import problems
+from support.orders import paired_at_random, random_orders
+from support.problems import with_communication
 from support.reference import Impossible, simulate
 from zbv_solver.construct.baselines import baseline_names
 from zbv_solver.construct.pairs import joined, starts
@@ -23,9 +23,9 @@ from zbv_solver.improve.order_state import Queue
 from zbv_solver.improve.pair_search import Move, anneal_pairs
 from zbv_solver.improve.pair_state import Costs, State, compute_all, compute_tails
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import LETTERS, Problem
+from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.stages import Communication, Deltas, Feature
+from zbv_solver.problem.stages import Deltas, Feature
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import baseline_plan, compare, make_plan
 from zbv_solver.search.options import PHASES, SearchOptions
@@ -33,7 +33,6 @@ from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
 
-SHARES = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])
 SEEDS = st.integers(0, 2**32)
 COSTS: dict[str, Any] = {
     "forward": 18,
@@ -42,29 +41,6 @@ COSTS: dict[str, Any] = {
     "communication": {"forward": 6, "backward_input": 6, "backward": 6},
 }
 PROBLEM = {"pp_degree": 2, "microbatches": 4, "costs": COSTS}
-
-
-@st.composite
-def with_communication(draw: st.DrawFn) -> Problem:
-    problem = draw(problems(max_p=3, max_m=5, kinds=("v", "loop", "single")))
-    forward, inputs, fused = draw(st.tuples(SHARES, SHARES, SHARES))
-    costs = problem.costs
-    hidden = Communication(
-        tuple(forward * each for each in costs.forward),
-        tuple(inputs * each for each in costs.backward_input),
-        tuple(fused * costs.fused(stage) for stage in range(problem.n_stages)),
-    )
-    return replace(problem, communication=hidden, pair_factor=draw(st.sampled_from([1.0, 1.05, 2.0])))
-
-
-def paired_at_random(orders: Orders, random: Random) -> Orders:
-    """Forwards become pairs with the backward after them, if it is of another microbatch."""
-    letters, microbatch = "".join(LETTERS[code] for code in orders.letter), orders.microbatch
-    ranks, paired = orders.rank_index(), np.zeros(len(orders), dtype=np.bool_)
-    for at in range(len(orders) - 1):
-        is_possible = letters[at : at + 2] in ("FI", "FB") and ranks[at] == ranks[at + 1]
-        paired[at] = is_possible and microbatch[at] != microbatch[at + 1] and random.random() < 0.7
-    return replace(orders, paired=paired) if paired.any() else orders
 
 
 @given(with_communication(), st.integers(0, 2**32))

@@ -18,7 +18,10 @@ from zbv_solver.bounds import lower_bound
 from zbv_solver.bounds.flow import Action, Programme, Window, activities
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import B, I, Problem, W
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import Timing, evaluate
 
 TINY = 1e-6
@@ -112,3 +115,13 @@ def test_pairs_of_the_last_rank_limit_those_of_the_first() -> None:
     assert "ranks 0 and 7" in best.reason
     assert lower_bound(problem, "thorough", enough=1300).value <= 1300
     assert lower_bound(problem, "thorough", is_stopped=lambda: True).value == pytest.approx(1276.8)
+
+
+@pytest.mark.parametrize(
+    "costs", [{"forward": [0, 1]}, {"forward": 0, "backward_input": 0}, {"backward_weight": 0}]
+)
+def test_actions_that_take_no_time(costs: dict[str, Any]) -> None:
+    parts = {"forward": 1, "backward_input": 1, "backward_weight": 1} | costs
+    problem = uniform(2, 3, costs=parts | {"communication": {"backward_input": parts["backward_input"]}})
+    best = search(problem, SearchOptions(effort="quick")).objective
+    assert lower_bound(problem, "thorough").value <= best * (1 + OPTIMAL_GAP)

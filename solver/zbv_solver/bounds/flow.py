@@ -234,13 +234,13 @@ class Solver:
 
 
 def flow_bound(problem: Problem, known: float, enough: float, is_stopped: Callable[[], bool]) -> float:
-    """A lower bound of the objective from a ``known`` one, and at most as high as ``enough``: Lemma 66."""
+    """A lower bound of the objective from a ``known`` one, or one of at least ``enough``: Lemma 66."""
     if not known:
         return known
     ranks = (0, problem.pp_degree - 1)
     arrays, first = problem.arrays, problem.placement.stages_of[ranks[1]][0]
     way = float(arrays.duration[F, :first, 0].sum() + arrays.latency[:first, 0].sum())
-    more, most = 0.0, min(enough, known * MOST)
+    more, most = 0.0, known * MOST
     if problem.objective == "span":
         later = max(way, known / STEPS)
         while later < LATEST * known and pair_bound(problem, ranks[0], later) < most:
@@ -253,7 +253,7 @@ def flow_bound(problem: Problem, known: float, enough: float, is_stopped: Callab
     windows = {ranks[0]: Window(0.0, 0.0), ranks[1]: Window(way, more)}
     solver = Solver(Programme(problem, windows, step, math.ceil((most + more) / step)))
     low, high, tried = known, most, known * (1 + CLOSE)
-    while low < tried < high and not is_stopped():
+    while low < tried < high and low < enough and not is_stopped():
         if solver.is_impossible(tried, is_stopped):
             low = tried
         else:

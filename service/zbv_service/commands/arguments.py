@@ -84,17 +84,17 @@ _EXAMPLE = "must be a JSON object such as '{\"layers\": 8}'."
 
 
 def read_problem(name: str) -> Any:
-    """As :func:`read_json`, with the table that layers may be in.
+    """As :func:`read_json`, with the files that layers may be in.
 
-    Also raises :class:`WrongInput` for a plan, a batch or a packing, and for a wrong table.
+    Also raises :class:`WrongInput` for a plan, a batch or a packing, and for wrong files of layers.
     """
-    from zbv_solver.documents.layer_table import with_table_read
+    from zbv_solver.documents.layer_table import with_files_read
     from zbv_solver.documents.validation import require_kind
 
     document = read_json(name)
     try:
         require_kind(document, "problem")
-        return with_table_read(document, Path(name).parent)
+        return with_files_read(document, Path(name).parent)
     except InvalidInput as error:
         raise WrongInput(str(error.found_in(files.file_label(name)))) from None
     except OSError as error:

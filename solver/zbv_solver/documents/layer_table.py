@@ -1,7 +1,8 @@
 """Layers from a table of a spreadsheet or a profiler: a CSV file with a row per layer and a column per key.
 
-A key inside another one has a dot (``memory.static``). F, I, W and B stand for the times, and ``memory`` for
-what a layer keeps from its F to the end of its backward.
+An object with ``files`` names the files of another profiler instead (:mod:`.galvatron`). In a table, a key
+inside another one has a dot (``memory.static``). F, I, W and B stand for the times, and ``memory`` for what a
+layer keeps from its F to the end of its backward.
 """
 
 from __future__ import annotations
@@ -12,23 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from zbv_solver.documents.files import number, read_text
+from zbv_solver.documents.galvatron import with_profile_read
 from zbv_solver.errors import InvalidInput, Issue
 
 _SHORT = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
 _DELIMITERS = ",;\t"
 
 
-def with_table_read(document: Any, folder: Path) -> Any:
-    """A problem's document with the layers of the table in ``folder``, if its key ``layers`` names one.
+def with_files_read(document: Any, folder: Path) -> Any:
+    """A problem's document with the layers of files in ``folder``, if its key ``layers`` names some.
 
     Raises
     ------
     InvalidInput
-        When a cell is no number, or there are no rows; names the table and the line.
+        When a cell is no number, or there are no rows; names the table and the line. As
+        :func:`.with_profile_read`.
     OSError
-        When the table cannot be read.
+        When a file cannot be read.
     """
-    if not isinstance(document, dict) or not isinstance(document.get("layers"), str):
+    if not isinstance(document, dict):
+        return document
+    if isinstance(document.get("layers"), dict):
+        return with_profile_read(document, folder)
+    if not isinstance(document.get("layers"), str):
         return document
     path = folder / document["layers"]
     lines = read_text(path).removeprefix("\ufeff").splitlines()  # spreadsheets write a byte order mark

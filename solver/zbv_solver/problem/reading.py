@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zbv_solver.documents.files import load
-from zbv_solver.documents.layer_table import with_table_read
+from zbv_solver.documents.layer_table import with_files_read
 from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
@@ -55,7 +55,7 @@ _COPIED = ("offload", "reload", "offloadable")
 
 
 def load_problem(path: str | Path) -> AnyProblem:
-    """Read a problem file, and the table that its layers may be in; ``-`` is standard input.
+    """Read a problem file, and the files that its layers may be in; ``-`` is standard input.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def load_problem(path: str | Path) -> AnyProblem:
 
     def parse(document: Any) -> AnyProblem:
         require_kind(document, "problem")
-        return parse_any_problem(with_table_read(document, Path(path).parent))
+        return parse_any_problem(with_files_read(document, Path(path).parent))
 
     return load(path, parse)
 

@@ -15,6 +15,7 @@ transformers.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -124,8 +125,9 @@ def knows(name: object) -> bool:
 
 
 def _configuration(document: Mapping[str, Any]) -> Any:
-    values = {key: value for key, value in document.items() if key not in NOT_OF_SIZES}
+    text = json.dumps({key: value for key, value in document.items() if key not in NOT_OF_SIZES})
     try:
+        values = json.loads(text, object_hook=_number_or)
         config = transformers.CONFIG_MAPPING[document["model_type"]].from_dict(values)
     except Exception as error:  # transformers raises classes of several libraries
         raise _refused("", f"transformers rejects this file: {_words(error)} Correct it.") from error
@@ -138,6 +140,11 @@ def _configuration(document: Mapping[str, Any]) -> Any:
     return config
 
 
+def _number_or(part: dict[str, Any]) -> Any:
+    """The number of an object such as ``{"__float__": "Infinity"}``, which JSON has no numbers for."""
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part
+
+
 def _built(config: Any, attention: str) -> Any:
     config.use_cache = False
     ALL_ATTENTION_FUNCTIONS.register(FLASH, lambda *_, **__: None)
@@ -147,7 +154,7 @@ def _built(config: Any, attention: str) -> Any:
             with torch.device("meta"):
                 model = made._from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
             if isinstance(model.get_input_embeddings(), nn.Embedding):
-                return model.train()
+                return model.to("meta").train()  # some classes put parameters on the CPU
     except Exception as error:
         raise _refused(
             "", f"transformers cannot build this model: {_words(error)} Correct the file."
@@ -392,7 +399,7 @@ def _section(model: Any, outside: Count, blocks: list[_Measured], sequence: int)
         letters = letter({"like": "M", "state_space": _rest(block, shapes, *first)})
         sizes = block.second.sizes
         pattern += f"({letters}{letter(sizes)})" if sizes else letters
-    heads = config.get("num_attention_heads")  # one number, or one for each block
+    heads = config.get("num_attention_heads", config.get("num_heads"))  # one number, or one for each block
     heads = heads if isinstance(heads, int) and 0 < heads < hidden else 1
     name = f"{type(model).__name__}, transformers {transformers.__version__}"
     if model.config._attn_implementation != FLASH:

@@ -50,6 +50,8 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "cohere2_moe": {"num_experts": 16, "num_experts_per_tok": 4},
+    "diffllama": {},
+    "mamba2": {"num_heads": 8, "head_dim": 128, "state_size": 64, "num_hidden_layers": 2},
 }  # fmt: skip
 
 FALCON, LFM = (as_file(made(name, **{**SIZES, **UNKNOWN[name]})) for name in ("falcon_h1", "lfm2"))

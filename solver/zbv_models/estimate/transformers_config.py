@@ -23,7 +23,10 @@ GATES = ("attn_output_gate", "attention_output_gate", "gated_attention")
 TEXTS = ("text_config", "llm_config", "language_config")
 """Sections with a language model in files of other types."""
 MEASURED = "`zbv estimate` and `zbv layout` measure other types where transformers is installed."
-DROPOUTS = ("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "dropout")
+DROPOUTS = (
+    *("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "dropout"),
+    *("output_dropout", "emb_pdrop"),
+)
 """Dropout outside attention; inside flash attention it costs nothing."""
 
 
@@ -100,7 +103,7 @@ def _text(document: Document, name: Any, where: str) -> tuple[Keys, Section]:
     values = {**defaults().get(kind.defaults or name, {}), **kind.computed}
     keys = Keys(document, values, where, kind.without_effect.split())
     model = {
-        "hidden": keys.number("hidden_size", "n_embd", "n_embed"),
+        "hidden": keys.number("hidden_size", "n_embd", "n_embed", "d_model"),
         **read_layers(keys, kind),
         **_attention(keys),
         **_widths(keys, kind),
@@ -138,7 +141,7 @@ def _is_readable(document: Any) -> bool:
 
 def _attention(keys: Keys) -> Section:
     """Heads and latent vectors."""
-    model: Section = {"heads": keys.number("num_attention_heads", "n_head")}
+    model: Section = {"heads": keys.number("num_attention_heads", "n_head", "n_heads")}
     head, groups = (
         keys.size("head_dim", "attention_head_dim"),
         keys.size("num_key_value_heads", "num_query_groups", "num_attention_groups"),

@@ -60,7 +60,7 @@ def read_layers(keys: Keys, kind: TextKind) -> Section:
     """The number of layers, what they are, and modules of multi-token prediction."""
     if kind.halves:
         return _single_layers(keys, kind)
-    count = keys.number("num_hidden_layers", "n_layer", "num_layers")
+    count = keys.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if kind.blocks is not None:
         blocks = kind.blocks(keys, count)
     else:

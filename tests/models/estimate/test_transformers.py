@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 LAYERS = 6
 NOT_OF_TRANSFORMERS = {
+    *("bailing_moe", "bailing_moe_v2", "deepseek", "internlm2", "minicpm"),
     *("deepseek_ref", "kimi_k2", "kimi_k3", "kimi_vl", "mimo", "mimo_v2", "mimo_v2_omni", "minimax_m1"),
     *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Super_Omni_Reasoning_V3"),
     "minimax_m3",
@@ -29,9 +30,11 @@ NOT_OF_TRANSFORMERS = {
 }
 """Types whose code is in their own repositories."""
 COMPLETED: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 5e5}, "ffn_config": {"hidden_size": 2048}},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
               "first_k_dense_replace": 1},
     "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "longcat_flash": {"zero_expert_num": 0},
     "ministral": {"head_dim": 128},
@@ -58,6 +61,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 """Every key has another value than in ``SMALL`` in one of these."""
 ALWAYS: dict[str, dict[str, Any]] = {
+    "dbrx": {"tie_word_embeddings": False},
     "nemotron_h": {"tie_word_embeddings": False},
     "deepseek_v4": {"n_shared_experts": 1},
 }
@@ -73,7 +77,9 @@ def fields(name: str) -> dict[str, Any]:
 
 
 def count_key(name: str) -> str:
-    return next((key for key in ("n_layer", "num_layers") if key in fields(name)), "num_hidden_layers")
+    return next(
+        (key for key in ("n_layer", "num_layers", "n_layers") if key in fields(name)), "num_hidden_layers"
+    )
 
 
 def made(name: str, **changes: Any) -> Any:

@@ -11,4 +11,10 @@ def _second(keys: Keys, count: int) -> str:
     return "".join("E" if start <= at <= last and (at + 1) % every == 0 else "-" for at in range(count))
 
 
-TEXT = {"ernie4_5": TextKind(), "ernie4_5_moe": TextKind(second=_second)}
+TEXT = {
+    "ernie4_5": TextKind(),
+    "ernie4_5_moe": TextKind(
+        second=_second,
+        without_effect="compression_ratio is_quantized moe_capacity moe_gate moe_gate_act moe_use_aux_free",
+    ),
+}

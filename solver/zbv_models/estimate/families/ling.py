@@ -1,4 +1,7 @@
-"""Ling and Ring (inclusionAI): delta attention in most blocks, the others with latent attention."""
+"""Ling and Ring (inclusionAI): attention of groups, or delta attention in most blocks and the rest latent.
+
+The types ``bailing_moe`` and ``bailing_moe_v2`` are those of the models' repositories.
+"""
 
 from zbv_models.estimate.recurrent import KimiDelta
 from zbv_models.estimate.sections import Section
@@ -17,7 +20,14 @@ def _delta(keys: Keys) -> Section:
     return KimiDelta(keys.number("hidden_size"), heads, width, kernel, full_gates=2).costs()
 
 
+GROUPED = TextKind(
+    {"bias": False},
+    without_effect="max_window_layers mtp_loss_scaling_factor norm_head norm_softmax router_dtype "
+    "score_function using_split_qkv_in_self_attention",
+)
 TEXT = {
+    "bailing_moe": GROUPED,
+    "bailing_moe_v2": GROUPED,
     "bailing_hybrid": TextKind(
         {"bias": False, "qkv_bias": False, "head_gate": True},
         state_space=_delta,

@@ -5,7 +5,8 @@ from zbv_models.estimate.transformers_kinds import TextKind, VisionKind, Wrapper
 
 UNBIASED: Section = {"bias": False, "qkv_bias": False}
 TEXT = {
-    **dict.fromkeys(("ministral", "ministral3", "mistral", "phi3"), TextKind(UNBIASED, window="all")),
+    **dict.fromkeys(("ministral", "ministral3", "mistral"), TextKind(UNBIASED, window="all")),
+    "phi3": TextKind(UNBIASED, window="all", without_effect="full_attn_mod interpolate_factor"),
     "mistral4": TextKind(UNBIASED),
     "mixtral": TextKind(UNBIASED, window="all", expert_width="intermediate_size"),
 }

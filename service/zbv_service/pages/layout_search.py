@@ -106,6 +106,7 @@ def _values(root: str, packed: tuple[bytes, bytes | None]) -> dict[str, Any]:
     return {
         "layouts": layouts,
         "best": best,
+        "origin": answer.get("origin"),
         "degrees": [name for name in SHORT if name.endswith("_parallel")],
         "picture": layout_picture(answer, cluster.memory, root) if layouts and "points" in answer else None,
         "parts": _parts(best) if "composition" in best else [],

@@ -117,18 +117,26 @@ class Compressed(ConfigSection):
 
 
 class Origin(ConfigSection):
-    """Where the sizes of a model come from, if not from formulas for all of its file."""
+    """What the estimate does not use of a file of transformers, and whose modules were measured instead."""
 
     model_type: Word = Field(description="the type that the file has")
     measured: Word | None = Field(
         None, description="the class of transformers, and its version, whose modules were measured"
     )
     text_alone: Flag = Field(False, description="everything but the language model is left out")
+    quantized: Word | None = Field(
+        None, description="the type of the weights that the file is published with"
+    )
 
     @property
     def text(self) -> str:
         """A sentence for everything that a reader must know."""
         of_text = f"Of {self.model_type}, this is the language model alone. " if self.text_alone else ""
+        if self.quantized is not None:
+            of_text += (
+                f"The file is that of weights in {self.quantized}, which has no effect here: what parameters "
+                f"take follows from precision, and how products are computed from product_dtype. "
+            )
         if self.measured is None:
             return of_text
         return (
@@ -232,7 +240,7 @@ class Transformer(ConfigSection):
     layer_vocabulary: Size | None = Field(
         None, description="rows of that table, if these are not the vocabulary"
     )
-    origin: Origin | None = Field(None, description="of a file whose type zbv does not know")
+    origin: Origin | None = Field(None, description="what is not used of a file of transformers")
     residual_sums: Size | None = Field(
         None, description="earlier sums of blocks that every half reads, on average; null: the stream alone"
     )

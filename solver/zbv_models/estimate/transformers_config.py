@@ -22,7 +22,10 @@ from zbv_models.estimate.transformers_vision import read_vision
 GATES = ("attn_output_gate", "attention_output_gate", "gated_attention")
 TEXTS = ("text_config", "llm_config", "language_config")
 """Sections with a language model in files of other types."""
+MOST_LETTERS = 40
 MEASURED = "`zbv estimate` and `zbv layout` measure other types where transformers is installed."
+QUANTIZED = ("quantization_config", "compression_config", "quantization")
+"""Keys that say how the published weights are stored, which is not how they train."""
 DROPOUTS = (
     *("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "dropout"),
     *("output_dropout", "emb_pdrop"),
@@ -45,12 +48,28 @@ def from_transformers(document: Document) -> Section:
     """
     name = document["model_type"]
     if isinstance(name, str) and name in WRAPPERS:
-        return _wrapped(document, name)
+        return _with_origin(_wrapped(document, name), document)
     if not isinstance(name, str) or name not in TEXT_KINDS:
         raise _unknown(document, "")
     keys, model = _text(document, name, "")
     _refuse_unread(keys)
-    return model
+    return _with_origin(model, document)
+
+
+def _with_origin(model: Section, document: Document, **origin: Any) -> Section:
+    """The model with what a reader must know of its file."""
+    sections = (document, *(document.get(key) for key in TEXTS))
+    for section in filter(lambda each: isinstance(each, dict), sections):
+        for how in (section[key] for key in QUANTIZED if section.get(key)):
+            words = (how.get("quant_algo"), how.get("quant_method")) if isinstance(how, dict) else ()
+            named = next((each for each in words if isinstance(each, str) and each), "another type")
+            origin.setdefault("quantized", named[:MOST_LETTERS])
+    if not origin:
+        return model
+    return {
+        **model,
+        "origin": {"model_type": document["model_type"], **(model.get("origin") or {}), **origin},
+    }
 
 
 def read_config(document: Document, sequence: int) -> Section:
@@ -75,8 +94,7 @@ def read_config(document: Document, sequence: int) -> Section:
             model = read_config({**outer, **document[key]}, sequence)
         except InvalidInput as error:
             raise error.below(f"/{key}") from None
-        measured = (model.get("origin") or {}).get("measured")
-        return {**model, "origin": {"model_type": name, "measured": measured, "text_alone": True}}
+        return _with_origin(model, {**document, key: None}, model_type=name, text_alone=True)
     try:
         from zbv_models.estimate import module_tree  # late: it imports torch and transformers
     except ImportError as error:
@@ -84,7 +102,7 @@ def read_config(document: Document, sequence: int) -> Section:
         raise _unknown(document, "", remedy) from None
     if not isinstance(name, str) or not module_tree.knows(name):
         raise _unknown(document, "", "The installed transformers does not know it either.")
-    return module_tree.model_of(document, sequence)
+    return _with_origin(module_tree.model_of(document, sequence), document)
 
 
 def _refuse_unread(*sections: Keys) -> None:

@@ -302,6 +302,30 @@ def test_a_file_gives_the_values_of_the_section_model(document: Document, sectio
     assert {key: found.get(key) for key in section} == section
 
 
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}}
+
+
+@pytest.mark.parametrize(("document", "name"), [
+    ({**LLAMA, **FP8}, "fp8"),
+    ({**LLAMA, **NVFP4}, "NVFP4"),
+    ({**LLAMA, "quantization_config": [4]}, "another type"),
+    ({**QWEN2_5_VL, **NVFP4}, "NVFP4"),
+    ({"model_type": "llava", "text_config": {**LLAMA, **FP8}}, "fp8"),
+])  # fmt: skip
+def test_the_answer_says_that_quantized_weights_have_no_effect(document: Document, name: str) -> None:
+    text = document.get("text_config", document)
+    plain = {**document, "text_config": {**text, "quantization_config": None}, "quantization_config": None}
+    if "text_config" not in document:
+        del plain["text_config"]
+    found, without = from_transformers(document), from_transformers(plain)
+    model = Transformer.model_validate({"sequence": 8, **found})
+    assert model.origin is not None
+    assert f"weights in {name}, which has no effect" in model.origin.text
+    assert "origin" not in without
+    assert {key: value for key, value in found.items() if key != "origin"} == without
+
+
 TWO = {"num_hidden_layers": 2}
 DEEP2, QWEN_NEXT = {"model_type": "deepseek_v3", **TWO}, {"model_type": "qwen3_next", **TWO}
 REFUSED = ("falcon_h1", "gemma3n_text", "glm5_next", "qwen4_exp", "rwkv", "zamba2")

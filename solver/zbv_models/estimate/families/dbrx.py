@@ -1,4 +1,4 @@
-"""DBRX (Databricks 2024), whose file has the sizes of attention and of experts in objects of their own."""
+"""DBRX (Databricks 2024), whose file has the sizes of attention and of experts in separate objects."""
 
 from zbv_models.estimate.sections import Section
 from zbv_models.estimate.transformers_keys import Keys

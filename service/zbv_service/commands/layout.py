@@ -28,7 +28,7 @@ examples:
 """
 _REQUEST = (
     *("name", "global_batch", "sequence_length"),
-    *("prediction_layers", "frozen", "lora_rank", "target_modules"),
+    *("prediction_layers", "frozen", "lora_rank", "target_modules", "layers_to_transform"),
     *("top", "executor", "points", "sensitivity"),
 )
 _OPTIONS = ("effort", "time_limit")

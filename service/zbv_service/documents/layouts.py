@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from zbv_models.estimate.config import CopiesChoice, Optimizer, Pairs, PrecisionName
-from zbv_models.estimate.model import FrozenWord, TargetModule
+from zbv_models.estimate.model import FrozenWord, LayerWord, TargetModule
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.cluster import parse_cluster
 from zbv_models.layouts.executor_rules import FREE, require_runnable
@@ -83,6 +83,9 @@ class LayoutRequest(RequestDocument):
     )
     target_modules: list[TargetModule] | None = Field(
         None, description="Matrices with adapters, by their names or in groups; null: as the model says."
+    )
+    layers_to_transform: list[LayerWord] | None = Field(
+        None, description="Layers with adapters, as in 0-15; null: as the model says."
     )
     precision: PrecisionName | None = Field(
         None, description="Bytes of parameters, gradients and optimizer states; null: as the model says."

@@ -70,7 +70,7 @@ def _former_form(packed: bytes) -> LayoutForm:
 
 
 NUMBERS = ("global_batch", "sequence_length", "prediction_layers", "lora_rank", "top")
-LISTS = ("recompute_modules", "frozen", "target_modules")
+LISTS = ("recompute_modules", "frozen", "target_modules", "layers_to_transform")
 """Fields with words, which are apart by spaces."""
 DEFAULTS: Mapping[str, str] = {
     "model": "llama-3.1-8b",

@@ -124,14 +124,25 @@ def _with_frozen(kinds: Iterable[LayerKind], model: Transformer) -> Iterator[Lay
     """The layers, frozen ones with their adapters and without what they do not compute."""
     trains = False
     for kind in kinds:
-        lora = kind.lora
-        is_adapted = lora is not None and any(map(lora.adapts, matrices_of(model, kind)))
-        trains = trains or is_adapted or not kind.is_frozen
+        trains = trains or is_adapted(model, kind) or not kind.is_frozen
         if kind.is_frozen:
-            halves = tuple((name, FrozenPart(half, trains, lora)) for name, half in kind.halves)
+            halves = tuple((name, FrozenPart(half, trains, kind.lora)) for name, half in kind.halves)
             yield replace(kind, halves=halves, can_recompute=kind.can_recompute and trains)
         else:
             yield kind
+
+
+def is_adapted(model: Transformer, kind: LayerKind) -> bool:
+    """Whether a layer has adapters: those of state space have no matrices that zbv knows."""
+    return kind.lora is not None and any(map(kind.lora.adapts, matrices_of(model, kind)))
+
+
+def adapters_text(model: Transformer) -> str:
+    """How many of the blocks have adapters, to follow what trains; empty without adapters."""
+    if model.lora_rank is None:
+        return ""
+    adapted = sum(kind.count for kind in blocks(model) if is_adapted(model, kind))
+    return f", with adapters in {adapted} of {model.layers} layers"
 
 
 def matrices_of(model: Transformer, kind: LayerKind) -> tuple[Matrix, ...]:

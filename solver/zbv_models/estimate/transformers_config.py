@@ -58,8 +58,9 @@ def from_transformers(document: Document) -> Section:
 
 def _with_origin(model: Section, document: Document, **origin: Any) -> Section:
     """The model with what a reader must know of its file."""
-    sections = (document, *(document.get(key) for key in TEXTS))
-    for section in filter(lambda each: isinstance(each, dict), sections):
+    for section in (document, *(document.get(key) for key in TEXTS)):
+        if not isinstance(section, dict):
+            continue
         for how in (section[key] for key in QUANTIZED if section.get(key)):
             words = (how.get("quant_algo"), how.get("quant_method")) if isinstance(how, dict) else ()
             named = next((each for each in words if isinstance(each, str) and each), "another type")

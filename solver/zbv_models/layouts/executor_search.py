@@ -61,7 +61,8 @@ class ExecutorLayout(PlannedLayout):
     executor: str
     best: BestCut
     settings: str | None
-    """What the executor takes; None if it has no settings, for the reason in ``remark``."""
+    """What the executor takes; None if it has no settings, for the reason in ``remark``, which otherwise says
+    what they lack."""
     remark: str
     free: PlannedLayout | None
     """The plan of the same layout in a free order; None if none was found that fits."""

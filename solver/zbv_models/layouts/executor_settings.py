@@ -28,6 +28,15 @@ FLOAT8_GATHER = (
 """``Float8Linear`` of 0.2.2 (``torchtitan/config/job_config.py``, ``components/quantization/float8.py``)."""
 
 
+WHOLE = {
+    "megatron": "These flags train the whole model: Megatron-LM has none for frozen parts and adapters. "
+    "Megatron-Bridge has adapters (megatron.bridge.peft.lora.LoRA, with dim and target_modules).",
+    "torchtitan": "This function trains the whole model. Freeze it and add adapters with LoRAConverter of "
+    "torchtitan/components/lora.py (rank, target_modules).",
+}
+"""What the settings of a model with frozen parts do not say, by executor."""
+
+
 def layout_settings(
     executor: str,
     layout: Layout,
@@ -35,7 +44,7 @@ def layout_settings(
     stages: Stages | None,
     schedule: Schedule,
 ) -> tuple[str | None, str]:
-    """The settings of a layout, and a remark that says why there are none.
+    """The settings of a layout, and a remark that says why there are none, or what they lack.
 
     Parameters
     ----------
@@ -49,7 +58,7 @@ def layout_settings(
     is_titan, has_layers = executor == "torchtitan", layout.recompute_layers is not None
     if is_titan and setting.training.state.gathered:
         return None, FLOAT8_GATHER
-    return executor_settings(
+    settings, remark = executor_settings(
         executor,
         stages,
         schedule,
@@ -60,6 +69,8 @@ def layout_settings(
         StepSizes(setting.model.sequence, layout.microbatch_size, _global_batch(layout)),
         _keys(layout, setting) if is_titan else {},
     )
+    is_frozen = bool(setting.model.frozen) or setting.model.lora_rank is not None
+    return settings, WHOLE[executor] if settings is not None and is_frozen else remark
 
 
 def _global_batch(layout: Layout) -> int:

@@ -13,7 +13,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.numerals import figure
 
 from zbv_models.estimate.config import EstimateConfig, host_link, parse_config
-from zbv_models.estimate.model import FrozenWord, TargetModule, Transformer
+from zbv_models.estimate.model import FrozenWord, LayerWord, TargetModule, Transformer
 from zbv_models.estimate.sections import ConfigSection, Count, Size, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_models.layouts.cluster import AnyCluster, Cluster
@@ -41,7 +41,7 @@ NARROWING = ("tensor_parallel", "expert_parallel", "microbatch_size", "zero_stag
 Document = dict[str, Any]
 
 
-OF_MODEL = ("prediction_layers", "frozen", "lora_rank", "target_modules")
+OF_MODEL = ("prediction_layers", "frozen", "lora_rank", "target_modules", "layers_to_transform")
 """Keys of :class:`BatchConfig` that replace those of the section ``model``."""
 
 
@@ -61,6 +61,9 @@ class BatchConfig(ConfigSection):
     )
     target_modules: tuple[TargetModule, ...] | None = Field(
         None, description="matrices with adapters, by their names or in groups; null: model.target_modules"
+    )
+    layers_to_transform: tuple[LayerWord, ...] | None = Field(
+        None, description="layers with adapters, as in 0-15; null: model.layers_to_transform"
     )
 
 

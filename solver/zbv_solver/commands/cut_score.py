@@ -142,7 +142,8 @@ def score_summary(score: Score) -> str:
     elif problem.memory.limit is not None:
         lines.append("It fits the memory of all ranks.")
     lines += [_bottleneck(score), *_bound(score), *_better(score)]
-    lines += ["", score.settings.rstrip()] if score.settings else [score.remark]
+    lines += ["", score.settings.rstrip()] if score.settings else []
+    lines += [score.remark] if score.remark else []
     return "\n".join(lines) + "\n"
 
 

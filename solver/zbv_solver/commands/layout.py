@@ -118,7 +118,7 @@ def layout(arguments: argparse.Namespace) -> None:
         print_whole(sensitivity_table(ranking, found), stderr=console.stderr)
         console.print(sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
-        console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
+        console.print(f"\n{best.settings or ''}{best.remark}".rstrip(), markup=False, soft_wrap=True)
     interruption.finish("the layout shown")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from rich.table import Table
-from zbv_models.estimate.model_layers import parameters_of, trained_parameters_of
+from zbv_models.estimate.model_layers import adapters_text, parameters_of, trained_parameters_of
 from zbv_models.layouts.answer import (
     composition,
     costs_of,
@@ -191,7 +191,8 @@ def trained_text(request: Request) -> str:
     parameters, trained = parameters_of(model).total, trained_parameters_of(model).total
     if trained == parameters:
         return ""
-    return f"{figure(trained / 1e6, 4)} M of {figure(parameters / 1e6, 4)} M parameters train. "
+    counts = f"{figure(trained / 1e6, 4)} M of {figure(parameters / 1e6, 4)} M"
+    return f"{counts} parameters train{adapters_text(model)}. "
 
 
 def memory_text(cluster: AnyCluster) -> str:

@@ -14,6 +14,7 @@ from zbv_models.estimate.config import EstimateConfig, estimate_config, estimate
 from zbv_models.estimate.layers import LayerEstimate
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import (
+    adapters_text,
     layer_kinds,
     model_flops,
     parameters_of,
@@ -238,6 +239,20 @@ def test_replicas_reduce_and_update_adapters_alone() -> None:
         assert getattr(found.step, name) > 0
     assert found.static.gradients == trained_parameters_of(model).total // 4 * 2
     assert found.static.parameters == 2 * found.parameters
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({}, ""),
+        ({"lora_rank": 2}, ", with adapters in 4 of 4 layers"),
+        ({"lora_rank": 2, "layers_to_transform": ["1-2"]}, ", with adapters in 2 of 4 layers"),
+        ({"lora_rank": 2, "pattern": "M(*-)M*", "state_space": {"parameters": 9, "flops": 9}},
+         ", with adapters in 2 of 4 layers"),
+    ],
+)  # fmt: skip
+def test_the_answer_says_how_many_layers_have_adapters(more: Any, found: str) -> None:
+    assert adapters_text(tiny(**more)) == found
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -76,6 +76,7 @@ FIELDS: dict[str, list[str]] = {
     **{"optimizer": ["lion"], "recompute_modules": ["core_attn", "mlp"], "top": ["3"]},
     **{"executor": ["megatron"], "effort": ["quick"], "time_limit": ["2.5"]},
     **{"frozen": ["embedding 0-1"], "lora_rank": ["8"], "target_modules": ["q_proj v_proj"]},
+    "layers_to_transform": ["0"],
     **{"recompute": ["selective"], "pipeline_parallel": ["2"], "profiles_json": [""]},
 }
 
@@ -87,6 +88,7 @@ def test_what_a_form_says_is_in_its_request_and_comes_back() -> None:
     assert asked.recompute_modules == ["core_attn", "mlp"]
     assert (asked.frozen, asked.lora_rank) == (["embedding", "0-1"], 8)
     assert asked.target_modules == ["q_proj", "v_proj"]
+    assert asked.layers_to_transform == ["0"]
     assert (asked.options.effort, asked.options.time_limit) == ("quick", 2.5)
     assert form_of(asked.model_dump(mode="json")).document() == document
     assert LayoutForm.parse({**FIELDS, "name": ["four"]}).document() == document | {"name": "four"}

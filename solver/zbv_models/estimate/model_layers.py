@@ -137,12 +137,29 @@ def is_adapted(model: Transformer, kind: LayerKind) -> bool:
     return kind.lora is not None and any(map(kind.lora.adapts, matrices_of(model, kind)))
 
 
-def adapters_text(model: Transformer) -> str:
-    """How many of the blocks have adapters, to follow what trains; empty without adapters."""
-    if model.lora_rank is None:
-        return ""
+def layers_without_backward(model: Transformer) -> int:
+    """The layers below the first one that trains, which have no I."""
+    return sum(
+        kind.count
+        for kind in layer_kinds(model)
+        if all(isinstance(half, FrozenPart) and not half.is_differentiated for _, half in kind.halves)
+    )
+
+
+def training_text(model: Transformer) -> str:
+    """How much of a model with frozen parts trains, to follow the number of its parameters.
+
+    Plans send a gradient to every stage, also where nothing trains: the worker sends zeros, and what a
+    transfer takes has no direction in a problem.
+    """
     adapted = sum(kind.count for kind in blocks(model) if is_adapted(model, kind))
-    return f", with adapters in {adapted} of {model.layers} layers"
+    text = "" if model.lora_rank is None else f", with adapters in {adapted} of {model.layers} layers"
+    below = layers_without_backward(model)
+    if below > 1:  # an embedding is rarely alone on a stage
+        text += (
+            f"; the first {below} layers have no I, and gradients that nobody needs are sent to their ranks"
+        )
+    return text
 
 
 def matrices_of(model: Transformer, kind: LayerKind) -> tuple[Matrix, ...]:

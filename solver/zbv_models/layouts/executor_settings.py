@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from zbv_solver.export.torchtitan import StepSizes
 
-from zbv_models.estimate.model_layers import expert_degree
+from zbv_models.estimate.model_layers import expert_degree, layers_without_backward
 from zbv_models.fixed_orders.executor_cut import executor_settings
 from zbv_models.fixed_orders.megatron_layout import Stages
 from zbv_models.fixed_orders.schedules import Schedule
@@ -35,6 +35,11 @@ WHOLE = {
     "torchtitan/components/lora.py (rank, target_modules).",
 }
 """What the settings of a model with frozen parts do not say, by executor."""
+UNNEEDED = (
+    " Stages after the first one compute the gradient of what they receive, also if nothing below them "
+    "trains; the step leaves that out."
+)
+"""What Megatron-LM receives requires a gradient (``p2p_communication.py``)."""
 
 
 def layout_settings(
@@ -70,7 +75,10 @@ def layout_settings(
         _keys(layout, setting) if is_titan else {},
     )
     is_frozen = bool(setting.model.frozen) or setting.model.lora_rank is not None
-    return settings, WHOLE[executor] if settings is not None and is_frozen else remark
+    if settings is None or not is_frozen:
+        return settings, remark
+    has_unneeded = executor == "megatron" and layers_without_backward(setting.model) > 1
+    return settings, WHOLE[executor] + (UNNEEDED if has_unneeded else "")
 
 
 def _global_batch(layout: Layout) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 from zbv_models.estimate.config import EstimateConfig, estimate_config, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
 from zbv_models.estimate.model import Transformer
-from zbv_models.estimate.model_layers import adapters_text, parameters_of, trained_parameters_of
+from zbv_models.estimate.model_layers import parameters_of, trained_parameters_of, training_text
 from zbv_models.estimate.sections import preset, preset_names, presets_of, with_presets
 from zbv_models.estimate.transformers_config import is_transformers_config, read_config
 
@@ -179,7 +179,7 @@ def _counted(model: Transformer) -> str:
     for more, what in ((predictions, "multi-token prediction"), (encoder, "a vision encoder")):
         found += f", {figure(more / 1e9, 3)} B of {what}" if more else ""
     if trained < parameters_of(model).total:
-        found += f", of which {figure(trained / 1e6, 4)} M train{adapters_text(model)}"
+        found += f", of which {figure(trained / 1e6, 4)} M train{training_text(model)}"
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from rich.table import Table
-from zbv_models.estimate.model_layers import adapters_text, parameters_of, trained_parameters_of
+from zbv_models.estimate.model_layers import parameters_of, trained_parameters_of, training_text
 from zbv_models.layouts.answer import (
     composition,
     costs_of,
@@ -192,7 +192,7 @@ def trained_text(request: Request) -> str:
     if trained == parameters:
         return ""
     counts = f"{figure(trained / 1e6, 4)} M of {figure(parameters / 1e6, 4)} M"
-    return f"{counts} parameters train{adapters_text(model)}. "
+    return f"{counts} parameters train{training_text(model)}. "
 
 
 def memory_text(cluster: AnyCluster) -> str:

@@ -14,12 +14,12 @@ from zbv_models.estimate.config import EstimateConfig, estimate_config, estimate
 from zbv_models.estimate.layers import LayerEstimate
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import (
-    adapters_text,
     layer_kinds,
     model_flops,
     parameters_of,
     shapes_of,
     trained_parameters_of,
+    training_text,
 )
 from zbv_models.estimate.shapes import Degrees, PerAction
 from zbv_models.estimate.transformers_config import from_transformers
@@ -246,13 +246,17 @@ def test_replicas_reduce_and_update_adapters_alone() -> None:
     [
         ({}, ""),
         ({"lora_rank": 2}, ", with adapters in 4 of 4 layers"),
-        ({"lora_rank": 2, "layers_to_transform": ["1-2"]}, ", with adapters in 2 of 4 layers"),
+        ({"frozen": ["embedding"]}, ""),
+        ({"frozen": ["embedding", "0-1"]}, "; the first 3 layers have no I, and gradients"),
+        ({"lora_rank": 2, "layers_to_transform": ["1-2"]}, ", with adapters in 2 of 4 layers; the first 2 l"),
         ({"lora_rank": 2, "pattern": "M(*-)M*", "state_space": {"parameters": 9, "flops": 9}},
          ", with adapters in 2 of 4 layers"),
     ],
 )  # fmt: skip
-def test_the_answer_says_how_many_layers_have_adapters(more: Any, found: str) -> None:
-    assert adapters_text(tiny(**more)) == found
+def test_the_answer_says_which_layers_have_adapters_and_which_have_no_i(more: Any, found: str) -> None:
+    text = training_text(tiny(**more))
+    assert text.startswith(found)
+    assert bool(text) == bool(found)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -129,13 +129,14 @@ def test_all_executors_together_are_as_good_as_each() -> None:
     ("executor", "names"), [("megatron", "Megatron-Bridge"), ("torchtitan", "LoRAConverter")]
 )
 def test_settings_of_a_model_with_adapters_say_that_they_train_all_of_it(executor: str, names: str) -> None:
-    changes: list[Document] = [{}, {"lora_rank": 4}, {"frozen": ["0"]}]
+    changes: list[Document] = [{}, {"lora_rank": 4}, {"frozen": ["embedding", "0"]}]
     for more in changes:
         model: Document = {**SHALLOW, **more}
         request = request_of(model, cluster_of(1, 2), 4, executor, pipeline_parallel=2, microbatch_size=1)
         best = best_of(request)
         assert best.settings is not None
         assert (names in best.remark) == bool(best.remark) == bool(more)
+        assert ("nothing below them trains" in best.remark) == ("frozen" in more and executor == "megatron")
 
 
 def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end() -> None:

@@ -12,6 +12,7 @@ from zbv_models.estimate.device import Device, GroupLink, GroupLinks
 from zbv_models.estimate.frozen import Frozen
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import LayerKind
+from zbv_models.estimate.muon import orthogonalization_time
 from zbv_models.estimate.part import Part
 from zbv_models.estimate.replica import (
     NO_TIME,
@@ -215,6 +216,10 @@ def _layer(
         microbatch_times(own, stage, each.times, links) for own, each in zip(shares, parts, strict=True)
     ]
     waiting, buffers = sum(replicas, NONE), sum(map(buffer_bytes, shares))
+    step = sum((step_times(own, stage, device, links) for own in shares), StepTimes())
+    if training.state.optimizer == "muon":
+        products = (orthogonalization_time(each.part, of.stream, degrees, device) for each in parts)
+        step += StepTimes(optimizer=sum(products))
     plain, full, selective = of.variants(replicas, buffers) if buffers or waiting.total else of.alone
     return LayerEstimate(
         name=of.name,
@@ -226,7 +231,7 @@ def _layer(
         static=sum(map(static_of, shares), StaticBytes()),
         passing=sum(map(passing_of, shares)),
         output_bytes=parts[-1].part.output_bytes * of.kind.streams,
-        step=sum((step_times(own, stage, device, links) for own in shares), StepTimes()),
+        step=step,
         shares=of.shares + TimeShares(data_parallel=waiting.total),
         exchanged=of.exchanged + waiting,
     )

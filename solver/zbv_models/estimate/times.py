@@ -275,7 +275,8 @@ class StepTimes(Summed):
     parameter_gathering: float = 0.0
     """What the replicas exchange once per step and compute does not hide."""
     optimizer: float = 0.0
-    """Memory traffic of the norm of gradients, of the update, and of setting gradients to zero."""
+    """Memory traffic of the norm of gradients, of the update, and of setting gradients to zero; and Muon's
+    products."""
 
 
 def step_times(shares: tuple[Share, ...], zero_stage: int, device: Device, links: GroupLinks) -> StepTimes:

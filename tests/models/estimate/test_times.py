@@ -232,7 +232,6 @@ def test_muon_leaves_the_tables_to_adam() -> None:
     less = [first.static.optimizer - then.static.optimizer for first, then in zip(adam, muon, strict=True)]
     assert less[1] == pytest.approx(4 * adam[1].parameters / 4, abs=4)
     assert less[2] == 4 * 4096 / 4  # the norm
-    assert muon[1].step.optimizer < adam[1].step.optimizer
 
 
 def test_replicas_of_experts_share_their_optimizer() -> None:

@@ -79,6 +79,7 @@ def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     if parsed.time_limit is not None and not isfinite(parsed.time_limit):
         raise WrongInput(f"--time-limit: found {parsed.time_limit}; must be a positive number of seconds.")
     model = {"presets": parsed.preset} if parsed.model is None else read_json(parsed.model)
+    model = _measured(model, parsed.sequence_length)
     fixed = {name: getattr(parsed, name) for name in FLAGS if getattr(parsed, name) is not None}
     options = {name: getattr(parsed, name) for name in _OPTIONS}
     body = {"model": model, "cluster": read_json(parsed.cluster), "fixed": fixed, "options": options}
@@ -94,3 +95,22 @@ def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         **{f"/profiles/{at}": path for at, path in enumerate(parsed.profile)},
     }
     return body, sources
+
+
+def _measured(model: Any, sequence: int | None) -> Any:
+    """The sizes of a ``config.json`` of a type that the service does not read, which are measured here.
+
+    Raises :class:`WrongInput` as :func:`~zbv_models.estimate.transformers_config.read_config` does.
+    """
+    from zbv_models.estimate.transformers_config import needs_transformers, read_config
+    from zbv_solver.errors import InvalidInput
+
+    if not needs_transformers(model):
+        return model
+    if sequence is None:
+        detail = "a config.json does not say how long sequences are in training. Give their number of tokens."
+        raise WrongInput(f"--sequence-length: {detail}")
+    try:
+        return {"model": read_config(model, sequence)}
+    except InvalidInput as error:
+        raise WrongInput(str(error)) from None

@@ -23,7 +23,7 @@ GATES = ("attn_output_gate", "attention_output_gate", "gated_attention")
 TEXTS = ("text_config", "llm_config", "language_config")
 """Sections with a language model in files of other types."""
 MOST_LETTERS = 40
-MEASURED = "`zbv estimate` and `zbv layout` measure other types where transformers is installed."
+MEASURED = "Where transformers is installed, `zbv estimate`, `zbv layout`, `zbv-service layout` measure it."
 QUANTIZED = ("quantization_config", "compression_config", "quantization")
 """Keys that say how the published weights are stored, which is not how they train."""
 DROPOUTS = (
@@ -36,6 +36,13 @@ DROPOUTS = (
 def is_transformers_config(document: Any) -> bool:
     """Whether a document is a ``config.json`` and not a configuration of zbv."""
     return isinstance(document, dict) and "model_type" in document and "model" not in document
+
+
+def needs_transformers(document: Any) -> bool:
+    """Whether a document is a ``config.json`` whose type zbv does not know, so that it must be measured."""
+    if not is_transformers_config(document):
+        return False
+    return document["model_type"] not in (*TEXT_KINDS, *WRAPPERS)
 
 
 def from_transformers(document: Document) -> Section:
@@ -86,7 +93,7 @@ def read_config(document: Document, sequence: int) -> Section:
         As :func:`from_transformers`; or transformers is not installed, or cannot make a decoder of the file.
     """
     name = document["model_type"]
-    if name in tuple(TEXT_KINDS) or name in tuple(WRAPPERS):
+    if not needs_transformers(document):
         return from_transformers(document)
     texts = (key for key in (*TEXTS, "thinker_config") if is_transformers_config(document.get(key)))
     if isinstance(name, str) and (key := next(texts, None)) is not None:

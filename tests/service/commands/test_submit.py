@@ -178,6 +178,16 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
     ):
         status, _, err = command(*arguments)
         assert (status, message in err) == (2, True), (message, err)
+    unknown = {"model_type": "persimmon", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512,
+               "num_hidden_layers": 4, "num_attention_heads": 4}  # fmt: skip
+    model.write_text(json.dumps(unknown))
+    measured = [*layout, model, "--global-batch", 2]
+    assert "--sequence-length: a config.json does not say" in command(*measured)[2]
+    measured += ["--sequence-length", 64, "--pipeline-parallel", 2]
+    assert command(*measured, "-o", answer)[0] == 0
+    (search,) = client.searches(1, kind="layouts")
+    asked = httpx.get(f"{live.address}/v1/searches/{search.id}/problem", timeout=60).json()
+    assert "PersimmonForCausalLM" in asked["model"]["model"]["origin"]["measured"]
     cluster.write_text(json.dumps({**CLUSTER, "memory": 1e9}))
     status, _, err = command(*known)
     assert (status, "no layout fits" in err) == (3, True)

@@ -52,6 +52,11 @@ PER_LAYER = {
 LISTED = ("layer_types", "attn_type_list", "compress_ratios", "hybrid_layer_pattern")
 PREDICTIONS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 PREDICTED = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+OF_EXPERTS = (
+    *("first_k_dense_replace", "num_dense_layers", "moe_layer_freq", "decoder_sparse_step"),
+    *("mlp_only_layers", "interleave_moe_layer_step", "n_group", "num_expert_group", "topk_group"),
+)
+"""Further keys that have no effect without experts."""
 FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers")
 LARGEST_PERIOD = 16
 
@@ -290,6 +295,8 @@ def _dense_first(count: int, first: int, every: int) -> str:
 def read_experts(keys: Keys, kind: TextKind) -> Section:
     """The sizes of experts; empty without them."""
     if not keys.count(*EXPERTS):
+        for name in (kind.expert_width, *CHOSEN, *SHARED, *SHARED_WIDTH, *OF_EXPERTS):
+            keys.get(name)  # has no effect
         return {}
     width, shared = keys.size(kind.expert_width), keys.count(*SHARED_WIDTH)
     if kind.shared_experts or keys.get(*SHARED) is not None:

@@ -285,6 +285,9 @@ SEEN = QWEN2_5_VL["vision_config"]
     ({**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 6}, {"window": 1024}),
     ({"model_type": "nemotron_h", "layer_types": ["mamba", "attention"], "num_query_groups": 4},
      {"kv_heads": 4}),
+    # A class of mixtures makes a dense model of a file without experts.
+    ({"model_type": "dots1", "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 8},
+     {"experts": None, "layers": 62, "shared_expert_ffn": None}),
     # Dropout counts outside attention.
     ({"model_type": "gpt2"}, {"dropout": True}),
     ({"model_type": "gpt2", "resid_pdrop": 0, "embd_pdrop": 0}, {"dropout": False}),

@@ -28,7 +28,7 @@ QUANTIZED = ("quantization_config", "compression_config", "quantization")
 """Keys that say how the published weights are stored, which is not how they train."""
 DROPOUTS = (
     *("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "dropout"),
-    *("output_dropout", "emb_pdrop"),
+    *("output_dropout", "emb_pdrop", "embed_dropout"),
 )
 """Dropout outside attention; inside flash attention it costs nothing."""
 

@@ -19,7 +19,7 @@ Document = dict[str, Any]
 
 WITHOUT_EFFECT = {
     "the file": (
-        "architectures auto_map dtype model_type name_or_path _name_or_path torch_dtype "
+        "architectures auto_map dtype model_type name_or_path _name_or_path _from_model_config torch_dtype "
         "transformers_version tokenizer_class prefix problem_type task_specific_params "
         "finetuning_task id2label label2id license language_model_only model_max_length "
         "max_sequence_length seq_length max_seq_len num_labels for_llm_compressor unsloth_fixed "
@@ -101,6 +101,7 @@ NEVER_READ: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "use_bfloat16": (False, True),
     "use_cla": (False,),
+    "use_sliding_window": (False,),
     "order_of_interleaved_layers": ("local_attn_first",),
     "use_embedding_sharing": (True,),
     "use_gated_activation": (True,),

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 LAYERS = 6
 NOT_OF_TRANSFORMERS = {
-    *("bailing_moe", "bailing_moe_v2", "deepseek", "internlm2", "minicpm"),
+    *("baichuan", "bailing_moe", "bailing_moe_v2", "deepseek", "exaone", "internlm2", "minicpm"),
     *("deepseek_ref", "kimi_k2", "kimi_k3", "kimi_vl", "mimo", "mimo_v2", "mimo_v2_omni", "minimax_m1"),
     *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Super_Omni_Reasoning_V3"),
     "minimax_m3",

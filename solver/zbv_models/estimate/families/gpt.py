@@ -11,5 +11,7 @@ TEXT = {
     "gpt_oss": TextKind({"bias": True}, "alternate", full_every=2, expert_width="intermediate_size"),
     "phi": TextKind(GPT),
     "stablelm": TextKind({"norm": "layernorm", "bias": False}),
-    "starcoder2": TextKind({"gated": False, "norm": "layernorm"}, window="all"),
+    "starcoder2": TextKind(
+        {"gated": False, "norm": "layernorm"}, window="all", without_effect="mlp_type norm_type"
+    ),
 }

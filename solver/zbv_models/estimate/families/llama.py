@@ -1,6 +1,7 @@
 """Llama and models with its blocks; Llama 4 (Meta 2025), whose blocks attend to pieces of the sequence.
 
-The types ``internlm2`` and ``minicpm`` are those of the models' repositories.
+The types ``baichuan``, ``exaone`` (up to 3.5), ``internlm2`` and ``minicpm`` are those of the models'
+repositories.
 """
 
 from zbv_models.estimate.transformers_keys import Keys
@@ -23,6 +24,8 @@ TEXT = {
         dense_width="intermediate_size_mlp",
         shared_experts=1,
     ),
+    "baichuan": TextKind(without_effect="z_loss_weight"),
+    "exaone": TextKind(),
     "internlm2": TextKind(),
     "minicpm": TextKind(without_effect="dim_model_base scale_depth scale_emb"),
     "smollm3": TextKind(window="switch"),

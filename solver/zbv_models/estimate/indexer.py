@@ -23,6 +23,8 @@ class Indexer:
     heads: int
     dim: int
     """Width of a head."""
+    pool: int = 1
+    """Tokens whose keys become one, with weights from a product of the block's input."""
 
     def added_to(self, part: Part, shapes: Shapes, sees: Sees, width: int) -> Part:
         """Attention with these heads, whose queries come from a vector of a width.
@@ -33,20 +35,22 @@ class Indexer:
         rows, h, queries = shapes.own_tokens, shapes.stream.hidden, self.heads * self.dim
         pairs = Sees(causal=sees.causal).pairs(shapes.sequence)
         whole = shapes.tokens // rows * shapes.degrees.context
-        core = 2.0 * pairs * shapes.sequences * queries / whole
+        core = 2.0 * pairs * shapes.sequences * queries / whole / self.pool
         chosen = CHOICE_BYTES * rows * min(sees.window or shapes.sequence, shapes.sequence)
-        kept = shapes.own(queries + self.dim + self.heads)
+        from_input = self.dim * (1 if self.pool == 1 else 2) + self.heads
+        kept = shapes.own(queries + from_input)
         # Norm and rotation of queries and keys, and the choice.
         moved = 2.0 * shapes.own(queries + self.dim) + chosen
-        # Its matrices, and the LayerNorm of its keys.
-        parameters = width * queries + h * (self.dim + self.heads) + 2 * self.dim
+        # Its matrices, the LayerNorm of its keys, and a position in a pool.
+        parameters = width * queries + h * from_input + 2 * self.dim
+        parameters += self.pool * self.dim if self.pool > 1 else 0
         return replace(
             part,
             parameters=part.parameters + Parameters(replicated=parameters),
             products=(
                 *part.products,
                 Product(rows, width, queries, is_narrow=False),
-                Product(rows, h, self.dim + self.heads, is_narrow=False),
+                Product(rows, h, from_input, is_narrow=False),
             ),
             core=part.core + PerAction(core, 2 * core),
             tensors=(

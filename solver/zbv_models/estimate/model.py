@@ -186,7 +186,9 @@ class Transformer(ConfigSection):
     qk_nope_head_dim: Size | None = Field(
         None, description="latent attention: width of a key without rotation"
     )
-    qk_rope_head_dim: Size | None = Field(None, description="latent attention: width of a key's rotated part")
+    qk_rope_head_dim: Count | None = Field(
+        None, description="latent attention: width of a key's rotated part"
+    )
     v_head_dim: Size | None = Field(None, description="latent attention: width of a head's values")
     window: Size | None = Field(None, description="tokens that a query attends to; null: all")
     chunked: Flag = Field(
@@ -199,6 +201,7 @@ class Transformer(ConfigSection):
         None, description="heads of an indexer that chooses the tokens of the window; null: the nearest ones"
     )
     index_dim: Size | None = Field(None, description="width of a head of the indexer")
+    index_pool: Size = Field(1, description="tokens that the indexer compares as one")
     output_gate: Flag = Field(
         False, description="a product with the block's input scales what attention gives"
     )

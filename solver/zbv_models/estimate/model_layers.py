@@ -300,7 +300,9 @@ def _attention(model: Transformer, letter: str) -> Attention | LatentAttention |
     if model.compressed is not None:
         return _compressed(model, model.compressed)
     sees = Sees(model.attention == "flash", model.causal, window, model.chunked)
-    indexer = Indexer(model.index_heads or 1, model.index_dim or 1) if letter == "I" else None
+    indexer = None
+    if letter == "I":
+        indexer = Indexer(model.index_heads or 1, model.index_dim or 1, model.index_pool)
     if model.kv_lora_rank is not None:
         plain, rotated, values = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
         return LatentAttention(

@@ -176,7 +176,9 @@ def _attention(keys: Keys) -> Section:
         value = keys.size("v_head_dim")
         return {**model, "kv_heads": groups, "head_dim": head, "value_dim": None if value == head else value}
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes = {name: keys.size(name) for name in latent}
+    sizes = {name: keys.size(name) for name in latent if name != "qk_rope_head_dim"}
+    has_rotated = keys.get("qk_rope_head_dim") is not None
+    sizes["qk_rope_head_dim"] = keys.count("qk_rope_head_dim") if has_rotated else None
     plain, rotated, both = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], keys.size("qk_head_dim")
     if both is not None and plain is not None and rotated is not None and both != plain + rotated:
         rule = f"must be qk_nope_head_dim + qk_rope_head_dim ({plain + rotated})."

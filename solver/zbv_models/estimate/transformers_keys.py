@@ -81,8 +81,8 @@ WITHOUT_EFFECT = {
         "vision_use_head vision_output_dim"
     ),
     "tokens of images": (
-        "image_seq_length video_seq_length vision_feature_layer vision_feature_select_strategy "
-        "vision_soft_tokens_per_image image_grid_pinpoints process_image_mode "
+        "image_seq_length num_image_tokens video_seq_length vision_feature_layer "
+        "vision_feature_select_strategy vision_soft_tokens_per_image image_grid_pinpoints process_image_mode "
         "use_unified_vision_chunk ignore_index use_image_newline_parameter"
     ),
 }

@@ -145,7 +145,7 @@ def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
     if kind.first is not None:
         return kind.first(keys, count)
     if keys.get("index_topk") is not None:
-        return _indexed(keys, count)
+        return indexed(keys, count)
     every = keys.count(*_EVERY, null=kind.full_every or 0, least=1)
     special = "M" if kind.state_space else "W" if _has_window(keys, kind) else "*"
     if kind.window == "switch":
@@ -167,7 +167,7 @@ def _named_mixers(keys: Keys, kind: TextKind, count: int) -> str:
         period = every if isinstance(every, str) else "L" * (keys.count(*_EVERY, least=1) - 1) + "G"
         is_full = [period[at % len(period)] == "G" for at in range(count)] if period else []
         _require(keys, is_full == [letter == "*" for letter in letters], "layer_types", *_EVERY)
-    return _indexed(keys, count) if "I" in letters and not kind.mixers else letters
+    return indexed(keys, count) if "I" in letters and not kind.mixers else letters
 
 
 def _require(keys: Keys, same: object, listed: str, *names: str) -> None:
@@ -177,7 +177,7 @@ def _require(keys: Keys, same: object, listed: str, *names: str) -> None:
         raise keys.wrong(keys.name_of(names), detail)
 
 
-def _indexed(keys: Keys, count: int) -> str:
+def indexed(keys: Keys, count: int) -> str:
     """Blocks with an indexer, and blocks that use the choice of an earlier one."""
     every = keys.count("index_topk_freq", null=1, least=1)
     offset = keys.count("index_skip_topk_offset", null=2)

@@ -331,7 +331,7 @@ def test_the_answer_says_that_quantized_weights_have_no_effect(document: Documen
 
 TWO = {"num_hidden_layers": 2}
 DEEP2, QWEN_NEXT = {"model_type": "deepseek_v3", **TWO}, {"model_type": "qwen3_next", **TWO}
-REFUSED = ("falcon_h1", "gemma3n_text", "glm5_next", "qwen4_exp", "rwkv", "zamba2")
+REFUSED = ("falcon_h1", "gemma3n_text", "qwen4_exp", "rwkv", "zamba2")
 SENT = "save the section {} as a file"
 UNREADABLE: list[Any] = [
     {"model_type": "gemma3n_text"}, {**LLAMA, "wormholes": 3}, {"hidden_size": 1}, [], None

@@ -62,6 +62,7 @@ VARIANTS: list[dict[str, Any]] = [
 """Every key has another value than in ``SMALL`` in one of these."""
 ALWAYS: dict[str, dict[str, Any]] = {
     "dbrx": {"tie_word_embeddings": False},
+    "glm5_next_text": {"num_key_value_heads": 8},
     "nemotron_h": {"tie_word_embeddings": False},
     "deepseek_v4": {"n_shared_experts": 1},
 }

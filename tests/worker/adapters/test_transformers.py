@@ -610,6 +610,23 @@ class TestSources:
         with pytest.raises(InvalidRun, match=r"found neither model\.safetensors nor"):
             from_transformers(tmp_path).build_layers(["head"], CPU)
 
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+    def test_quantized_tensors_are_refused(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        """Without their scales, they are other values than the model's."""
+        from safetensors.torch import load_file, save_file
+
+        layers = from_transformers(config_of())
+        built = layers.build_layers(list(layers.layer_names()), CPU).state_dict()
+        layers.save_pretrained(tmp_path, built)
+        path = tmp_path / "model.safetensors"
+        tensors = load_file(path)
+        name = next(name for name in tensors if name.endswith("q_proj.weight"))
+        scale = {f"{name}_scale_inv": torch.ones(1, 1)}
+        save_file({**tensors, name: tensors[name].to(dtype), **scale}, path, {"format": "pt"})
+        layers = from_transformers(tmp_path)
+        with pytest.raises(InvalidRun, match=rf"{name} in {dtype}, so it is quantized"):
+            layers.build_layers(list(layers.layer_names()), CPU)
+
     def test_missing_and_misshapen_tensors_are_refused(self, tmp_path: Path) -> None:
         layers = from_transformers(config_of())
         names = list(layers.layer_names())

@@ -39,7 +39,7 @@ def read_tensors(
     Raises
     ------
     InvalidRun
-        If a tensor is missing or has a different shape.
+        If a tensor is missing, has a different shape or is quantized.
     """
     names = {
         name: [first, *(target for target, source in tied.items() if source == first)]
@@ -122,6 +122,12 @@ def _check(
             raise InvalidRun(
                 f"{folder}: found {name} with shape {tuple(found[name].shape)}; config.json requires "
                 f"{tuple(expected[name].shape)}. Correct config.json, or use the folder of this model."
+            )
+        dtype = found[name].dtype
+        if expected[name].is_floating_point() and (not dtype.is_floating_point or dtype.itemsize < 2):
+            raise InvalidRun(
+                f"{folder}: found {name} in {dtype}, so it is quantized, and its scales are other tensors. "
+                f"zbv trains parameters in 16 or 32 bits. Use a folder of this model with such tensors."
             )
 
 

@@ -263,3 +263,22 @@ async def test_the_page_says_what_copies_save(serving: Serving) -> None:
     assert copies["step_time_without"] > layout["step_time"]
     assert f"{copies['copied']} of {copies['forwards']} forwards are copied to the host" in page
     assert "Without copies its step takes" in page
+
+
+async def test_the_page_says_what_the_answer_leaves_out(serving: Serving) -> None:
+    """Quantized weights of the file have no effect, and settings do not add adapters."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 1024}
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    body = {
+        **{**TINY, "sequence_length": 256, "executor": "megatron", "lora_rank": 4},
+        "model": {"model_type": "llama", **sizes, "num_hidden_layers": 4, **quantized},
+        "fixed": {"pipeline_parallel": 2, "microbatch_size": 1},
+    }
+    async with serving("solver") as service:
+        search_id = await submitted(service, body)
+        (layout,) = (await service.ended(search_id))["answer"]["layouts"]
+        page = (await service.http.get(f"/layouts/{search_id}", headers={"Accept": "text/html"})).text
+    assert "weights in fp8, which has no effect" in page
+    assert "--pipeline-model-parallel-size 2" in layout["settings"]
+    assert layout["remark"] in page
+    assert "Megatron-Bridge" in layout["remark"]

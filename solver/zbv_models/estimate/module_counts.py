@@ -22,6 +22,22 @@ MOST_OPERATORS = 100_000
 """Operators that a model may run: about a minute."""
 
 
+def _of_convolution_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, *others: Any, out_val: Any
+) -> float:
+    """As many operations for each gradient as the convolution has.
+
+    torch's formula multiplies every channel with all others for the weight's gradient, also in groups.
+    """
+    *_, is_transposed, _, _, wanted = others
+    rows = input if is_transposed else grad
+    gradients: int = sum(wanted[:2])
+    return 2.0 * rows.numel() * weight[0].numel() * gradients
+
+
+FORMULAS = {**flop_registry, torch.ops.aten.convolution_backward: _of_convolution_backward}
+
+
 @dataclass
 class Count:
     """What one run of some modules computes and keeps."""
@@ -64,7 +80,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1  # of conditions: most ask whether all of a mask, or of some arguments, is valid
         result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = FORMULAS.get(func._overloadpacket)
         if formula is not None:
             given = _sizes((args, kwargs))
             operations = float(formula(*args, **(kwargs or {}), out_val=result))

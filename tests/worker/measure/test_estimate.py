@@ -368,6 +368,11 @@ UNTRAINED = {
 }  # fmt: skip
 
 
+def test_channels_of_a_convolution_count_within_their_group() -> None:
+    layer, given = nn.Conv1d(8, 8, 3, groups=8), torch.randn(2, 8, 16, requires_grad=True)
+    assert count_flops(lambda: layer(given).sum().backward()) == 3 * 2 * 2 * 14 * 8 * 3
+
+
 def test_a_type_that_the_worker_does_not_train_is_estimated_as_by_the_advisor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import flop_registry
+from zbv_models.estimate.module_counts import FORMULAS
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.measure.estimate.without_memory import CPU, built, numbers_are_one, without_values
@@ -168,15 +168,13 @@ def _walk(stage: Stage, data: Microbatch, *, is_last: bool) -> Walked:
 _aten = torch.ops.aten
 # PyTorch has formulas for attention on GPUs; the CPU operators have the same arguments in the same order.
 _FORMULAS = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _aten._scaled_dot_product_flash_attention
-    ],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+    **FORMULAS,
+    _aten._scaled_dot_product_flash_attention_for_cpu: FORMULAS[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: FORMULAS[
         _aten._scaled_dot_product_flash_attention_backward
     ],
-    _aten.addmm_: flop_registry[_aten.addmm],
-    _aten.baddbmm_: flop_registry[_aten.baddbmm],
+    _aten.addmm_: FORMULAS[_aten.addmm],
+    _aten.baddbmm_: FORMULAS[_aten.baddbmm],
 }
 
 

@@ -67,7 +67,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def __init__(self, weights: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.weights, self.into = weights, Count()
-        self._is_backward, self._operators = False, 0
+        self._is_backward, self._is_outside, self._operators = False, True, 0
         self._alive: list[Any] = []  # a later storage must not get the number of one that was counted
 
     def __torch_dispatch__(
@@ -84,7 +84,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if formula is not None:
             given = _sizes((args, kwargs))
             operations = float(formula(*args, **(kwargs or {}), out_val=result))
-            self.add(operations, has_weight=not self.weights.isdisjoint(given))
+            # An indexer's products have no backward: they are like those of activations.
+            trains = self._is_outside or torch.is_grad_enabled()
+            self.add(operations, has_weight=trains and not self.weights.isdisjoint(given))
             if not self._is_backward and not self.weights.isdisjoint(given):
                 self._alive.append((args, kwargs, result))
                 sizes = given | _sizes(result)
@@ -110,7 +112,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         first, *others = (each for each in tensors((args, kwargs)) if each.is_floating_point())
         first.requires_grad_()
         shared = self.weights | set(_sizes(others))
-        before, self.into = self.into, Count()
+        before, self.into, self._is_outside = self.into, Count(), False
 
         def keep(tensor: Tensor) -> Tensor:
             if storage(tensor) not in shared:
@@ -123,7 +125,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             ends = [each for each in tensors(output) if each.requires_grad]
             gradients, self._is_backward = [torch.empty_like(each) for each in ends], True
             torch.autograd.grad(ends, [first, *weights], gradients, allow_unused=True)
-        self._is_backward = False
+        self._is_backward, self._is_outside = False, True
         self._alive.clear()
         count, self.into = self.into, before
         return count, tree_map(_detached, output)
@@ -152,9 +154,10 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, counting: Counting, pairs: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, counting: Counting, pairs: float, *others: Tensor
     ) -> Tensor:
-        """(batch, heads, rows, width) to (batch, rows, heads, width)."""
+        """(batch, heads, rows, width) to (batch, rows, heads, width); ``others`` get gradients, too."""
+        ctx.others = [(each.shape, each.dtype) for each in others]
         batch, heads, rows, width = query.shape
         ctx.counting, ctx.operations = counting, 2.0 * batch * heads * pairs
         ctx.counting.add(ctx.operations * (width + value.shape[-1]))
@@ -169,20 +172,22 @@ class _Flash(torch.autograd.Function):
         """Three products as wide as keys, and two as wide as values."""
         query, key, value, *_ = ctx.saved_tensors
         ctx.counting.add(ctx.operations * (3 * query.shape[-1] + 2 * value.shape[-1]))
-        return *(torch.empty_like(each) for each in (query, key, value)), None, None
+        others = (query.new_empty(shape, dtype=dtype) for shape, dtype in ctx.others)
+        return *(torch.empty_like(each) for each in (query, key, value)), None, None, *others
 
 
 def flash(counting: Counting) -> Callable[..., tuple[Tensor, None]]:
     """An attention function of transformers."""
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Any:
         rows, columns = query.shape[-2], key.shape[-2]
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         window = options.get("sliding_window") or getattr(module, "sliding_window", None)
         sees = Sees(causal=is_causal, window=window if isinstance(window, int) else None)
         pairs = sees.pairs(rows) if rows == columns else float(rows * columns)
-        output: Tensor = _Flash.apply(query, key, value, counting, pairs)  # type: ignore[no-untyped-call]
+        others = [each for each in tensors((more, options)) if each.requires_grad]  # such as biases
+        output: Tensor = _Flash.apply(query, key, value, counting, pairs, *others)  # type: ignore[no-untyped-call]
         return output, None
 
     return attend

@@ -1,4 +1,8 @@
-"""``config.json`` files of published models, reduced to the keys that count, against published parameters."""
+"""Settings of published models against their published parameters.
+
+Most are the keys that count of a ``config.json`` as published. Those from ``dbrx-base`` on are put together from
+published sizes with the keys that their types write.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Settings of published models against their published parameters.
 
-Most are the keys that count of a ``config.json`` as published. Those from ``dbrx-base`` on are put together from
-published sizes with the keys that their types write.
+Most are the keys that count of a ``config.json`` as published. Those from ``dbrx-base`` on are put together
+from published sizes with the keys that their types write.
 """
 
 from __future__ import annotations

@@ -114,6 +114,8 @@ def test_pairs_of_the_last_rank_limit_those_of_the_first() -> None:
     assert best.value > 1320
     assert "ranks 0 and 7" in best.reason
     assert 1300 <= lower_bound(problem, "thorough", enough=1300).value <= best.value
+    # A search knows an order, and a proof of its plan does not.
+    assert lower_bound(problem, "thorough", enough=1400) == best
     assert lower_bound(problem, "thorough", is_stopped=lambda: True).value == pytest.approx(1276.8)
 
 

@@ -103,7 +103,7 @@ def lower_bound(
     if effort != "thorough":
         return best
     best = _best([best], _thorough_bounds(problem, is_stopped), enough, is_stopped)
-    return _best([best], _pair_bounds(given, best.value, enough, is_stopped), enough, is_stopped)
+    return _best([best], _flow_bounds(given, best.value, enough, is_stopped), enough, is_stopped)
 
 
 def _best(
@@ -133,15 +133,15 @@ def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
             yield Bound(value, f"memory of rank {rank} while microbatches are away")
 
 
-def _pair_bounds(
+def _flow_bounds(
     problem: Problem, known: float, enough: float, is_stopped: Callable[[], bool]
 ) -> Iterator[Bound]:
-    if problem.communication is None or problem.pp_degree == 1 or problem.copies is not None:
+    if problem.pp_degree == 1 or (problem.communication is None and problem.copies is None):
         return
     from zbv_solver.bounds.flow import flow_bound  # few problems need it
 
     value = flow_bound(problem, known, enough, is_stopped)
-    yield Bound(value, f"flow of microbatches through ranks 0 and {problem.pp_degree - 1}, with pairs")
+    yield Bound(value, f"flow of microbatches through ranks 0 and {problem.pp_degree - 1}")
 
 
 def _thorough_bounds(problem: Problem, is_stopped: Callable[[], bool]) -> Iterator[Bound]:

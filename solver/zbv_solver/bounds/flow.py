@@ -1,11 +1,11 @@
-"""A bound for problems with pairs: microbatches that flow like a liquid through the first and the last rank.
+"""A bound with pairs or copies: microbatches flow like a liquid through the first and the last rank.
 
 A pair needs a forward and a backward at the same time. In the ramp, the first rank can run ahead with the
 forwards of its first stage only: those of its last stage come no faster than the last rank lets them pass. So
-what a rank alone could pair is not there to be paired. A linear programme cuts time into steps, and asks how
-much of every action and every pair the two ranks run in each, with the delays between them, their memory and
-their windows (a fluid relaxation, as that of job shops by Bertsimas and Sethuraman 2002). If they cannot run
-everything, its prices prove it: Lemma 66.
+what a rank alone could pair is not there to be paired. Copies free memory as fast as engines move it.
+A linear programme cuts time into steps, and asks how much of every action, pair and copy the two ranks run in
+each, with the delays between them, their memory and their windows (a fluid relaxation, as that of job shops
+by Bertsimas and Sethuraman 2002). If they cannot run everything, its prices prove it: Lemma 66.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from zbv_solver.bounds.pairs import pair_bound
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 from zbv_solver.problem.problem import F, I, Problem, W
-from zbv_solver.problem.stages import pair_duration
+from zbv_solver.problem.stages import Copies, pair_duration
 
 Numbers = NDArray[np.float64]
 Action = tuple[int, int]
@@ -34,7 +34,7 @@ SAFETY = 1e-7
 """Share by which a bound is lower than what is proved: rounding of times to steps."""
 MOST = 1.08
 """Objectives of more than so many times the known bound are not tried."""
-LATEST = 0.25
+LATEST = 0.5
 """Share of the bound by which the last rank may start later than it could; see Lemma 60 for later ones."""
 CLOSE = 0.001
 """Share of the bound to which the largest objective without a plan is sought."""
@@ -173,10 +173,34 @@ class Programme:
                 here = [done[step], *(each[step] for each in mine), *done[max(0, step - 1) : step]]
                 self._row(here, [1.0] + [-1.0] * (len(mine) + 1), 0.0, is_exact=True)
         free = float(arrays.limit[rank] - arrays.static[rank])
-        if 0 < free < math.inf:
-            held = [float(arrays.delta[(*action, 0)]) / free for action in actions]
+        if not 0 < free < math.inf:
+            return
+        held = [(self.flown[action], float(arrays.delta[(*action, 0)]) / free) for action in actions]
+        if self.problem.copies is not None:
+            held += self._copies(self.problem.copies, self.problem.placement.stages_of[rank], free)
+        for step in range(self.steps):
+            self._row([done[step] for done, _ in held], [by for _, by in held], 1.0)
+
+    def _copies(self, copies: Copies, stages: tuple[int, ...], free: float) -> list[tuple[range, float]]:
+        """Columns with how often every stage has been copied out and in, and what memory they hold."""
+        m, held = self.problem.microbatches, []
+        out, back = ([self._columns(m) for _ in stages] for _ in range(2))
+        for moved, times in ((out, copies.offload), (back, copies.reload)):
+            lengths = [times[stage] / self.step for stage in stages]
             for step in range(self.steps):
-                self._row([self.flown[action][step] for action in actions], held, 1.0)
+                before = [done[step - 1] for done in moved] if step else []
+                sums = [*lengths, *(-length for length in lengths)]
+                self._row([*(done[step] for done in moved), *before], sums, 1.0)
+        for stage, gone, here in zip(stages, out, back, strict=True):
+            amount = copies.offloadable[stage] / free
+            held += [(gone, -amount), (here, amount)]
+            forward, inputs = self.flown[F, stage], self.flown[I, stage]
+            for step in range(self.steps):
+                self._row([here[step], gone[step]], [1.0, -1.0], 0.0)
+                # What is on the host has had its F and not its I.
+                away = [gone[step], here[step], inputs[step], forward[step]]
+                self._row(away, [1.0, -1.0, 1.0, -1.0], 0.0)
+        return held
 
     def right_sides(self, objective: float) -> Numbers:
         """(rows,) the largest sums if the objective is at most so large."""

@@ -2,8 +2,9 @@
 
 Every rank is planned alone, at the times of the order. Where its memory exceeds the limit, the copy is chosen
 whose activation is needed last (Belady 1966: the page whose next use is furthest away), of those that the
-engines can move out and back in time. Copies out begin right after their F, copies in as late as possible. If
-no copy is in time, a rank waits for one. In the end, copies that are not needed are dropped again.
+engines can move out and back in time. Copies out begin right after their F, or after its pair, and copies in
+as late as possible. If no copy is in time, a rank waits for one. In the end, copies that are not needed are
+dropped again.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ NEVER = -1
 
 
 class Rank(NamedTuple):
-    """A rank's n actions in order, and its activations: of every F, until the I or B of its microbatch."""
+    """A rank's n entries in order, and its activations: of every F, until the I or B of its microbatch.
 
+    An entry is an action or a pair, in which no copy can be.
+    """
+
+    begin: IntArray
+    """(n,) the first action of every entry."""
     start: FloatArray
     end: FloatArray
+    room: FloatArray
     delta: FloatArray
-    """(n,) times, and change of memory."""
+    """(n,) times, memory that an entry needs, and change of memory."""
     forward: IntArray
     backward: IntArray
-    """(a,) index of the F and of the I or B of an activation, in the order of the F's."""
+    """(a,) the entries with the F and with the I or B of an activation, in the order of the F's."""
     by_backward: IntArray
     """(a,) the activations in the order of their backwards."""
     amount: FloatArray
@@ -52,12 +59,12 @@ class Choice(NamedTuple):
     chosen: BoolArray
     freed: IntArray
     taken: IntArray
-    """(a,) which activations, and the actions before which their D and R are."""
+    """(a,) which activations, and the entries before which their D and R are."""
     latest_freed: IntArray
     earliest_taken: IntArray
     """(a,) where D and R must be because nothing else keeps the limit, though the rank may wait there."""
     held: FloatArray
-    """(n,) the most that the rank holds while an action runs or after it."""
+    """(n,) the most that the rank holds while an entry runs or after it."""
 
     @classmethod
     def of(cls, rank: Rank) -> Choice:
@@ -120,7 +127,7 @@ def _planned(
         if over == NEVER:
             rows.append(_rows(orders, rank, own, choice))
             continue
-        earlier = _with_earlier_weight(orders, rank, over)
+        earlier = _with_earlier_weight(orders, rank, int(own.begin[over]))
         if earlier is None:
             return None
         orders = earlier
@@ -146,17 +153,27 @@ def _with_earlier_weight(orders: Orders, rank: int, at: int) -> Orders | None:
         order[part.start + at : part.start + waiting[0] + 1], 1
     )
     return replace(
-        orders, stage=orders.stage[order], letter=orders.letter[order], microbatch=orders.microbatch[order]
+        orders,
+        stage=orders.stage[order],
+        letter=orders.letter[order],
+        microbatch=orders.microbatch[order],
+        paired=None if orders.paired is None else orders.paired[order],
     )
 
 
 def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end: FloatArray) -> Rank:
     part, arrays, copies = orders.slice_of(rank), problem.arrays, problem.copies
     stage, letter, microbatch = orders.stage[part], orders.letter[part], orders.microbatch[part]
+    is_first = np.zeros(len(stage), np.bool_) if orders.paired is None else orders.paired[part]
+    begins = ~np.append(False, is_first[:-1])
+    begin, number = np.flatnonzero(begins), np.cumsum(begins) - 1  # of the entry of every action
+    delta = arrays.deltas(stage, letter, microbatch)
+    change = np.add.reduceat(delta, begin)
+    room = np.maximum(change, delta[begin])  # in a pair, an F comes first
     cell = stage * np.int64(problem.microbatches) + microbatch
     forward, backward = np.flatnonzero(letter == F), np.flatnonzero((letter == I) | (letter == B))
     of_cell = np.zeros(problem.n_stages * problem.microbatches, np.int64)
-    of_cell[cell[backward]] = backward
+    of_cell[cell[backward]] = number[backward]
     needed = of_cell[cell[forward]]
     of = stage[forward]
     limit = float(arrays.limit[rank])
@@ -166,10 +183,12 @@ def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end
         for name in ("offloadable", "offload", "reload")
     )
     return Rank(
-        start[part],
-        end[part],
-        arrays.deltas(stage, letter, microbatch),
-        forward,
+        begin,
+        start[part][begin],
+        end[part][begin],
+        np.maximum(room, 0.0),
+        change,
+        number[forward],
         needed,
         np.argsort(needed),
         moved[of],
@@ -183,11 +202,11 @@ def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end
 
 def _rows(orders: Orders, rank: int, own: Rank, choice: Choice) -> IntArray:
     """The copies of a rank as :attr:`Orders.copies`: before an action, O's first, then D's, then R's."""
-    begin, rows = int(orders.offset[rank]), []
+    begin, rows = orders.offset[rank] + own.begin, []
     for which in np.flatnonzero(choice.chosen).tolist():
-        at = begin + int(own.forward[which])
+        at = begin[own.forward[which]]
         stage, microbatch = int(orders.stage[at]), int(orders.microbatch[at])
-        places = at + 1, begin + choice.freed[which], begin + choice.taken[which]
+        places = begin[[own.forward[which] + 1, choice.freed[which], choice.taken[which]]]
         for place, letter in zip(places, (O, D, R), strict=True):
             rows.append((int(place), letter, stage, microbatch, int(own.backward[which])))
     order = {O: 0, D: 1, R: 2}
@@ -239,7 +258,6 @@ def _place(rank: Rank, choice: Choice) -> bool:  # pragma: no cover - compiled
             place -= 1
         in_time &= rank.end[place - 1] <= free
         choice.taken[which] = min(at, max(place, choice.earliest_taken[which]))
-    change = rank.delta.copy()
     held = np.zeros(n + 1)
     for which in range(len(rank.forward)):
         if choice.chosen[which]:
@@ -248,8 +266,8 @@ def _place(rank: Rank, choice: Choice) -> bool:  # pragma: no cover - compiled
     total = rank.static
     for at in range(n):
         total += held[at]
-        choice.held[at] = total + max(0.0, change[at])
-        total += change[at]
+        choice.held[at] = total + rank.room[at]
+        total += rank.delta[at]
     return in_time
 
 

@@ -197,7 +197,7 @@ def _fitted(problem: LayeredProblem, plan: Plan, is_over: Cancelled) -> Entrant:
     cut = problem.cut_into(plan.problem.placement, plan.problem.model.cut)
     cut.require_feasible()
     name = "" if plan.cut is None else plan.cut.method
-    made = plan_copies(cut, plan.orders.without_pairs(), 1, is_over)
+    made = plan_copies(cut, plan.orders, 1, is_over)
     if made is None:
         orders = serial_with_copies(cut)
         return Entrant(cut, orders, objective_of(cut, orders), name)

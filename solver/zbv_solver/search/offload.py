@@ -2,6 +2,9 @@
 
 An order for more memory is shorter, and needs more copies; which amount is best depends on the engines. So
 quick searches try several, and order and copies of the best one are then annealed together.
+
+Annealing knows no pairs. So a problem that has them is first searched without them; then come orders with
+pairs, for more memory and for the problem's own limit, and copies that make them fit.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from zbv_solver.verify.verifier import verify_orders
 
 SHARES = (1.0, 0.7, 0.0)
 """Memory for which orders are searched, as shares of what 1F1B needs; the last is the problem's limit."""
+WITH_PAIRS = (1.5, *SHARES)
+"""The same for orders with pairs, which hold more microbatches."""
 ROUNDS = 10
 """Rounds of annealing; between two of them the search may end."""
 
@@ -90,14 +95,26 @@ class CopySearch:
         """Try orders for several amounts of memory, and anneal the best one."""
         first = serial_with_copies(self.problem)
         self.keep(objective_of(self.problem, first), first, "one microbatch after another, with copies")
+        if self.problem.communication is not None:
+            self.begin_without_pairs()
         limits = list(_limits(self.problem))
         for number, limit in enumerate(limits):
             if self.is_over():
                 return
             plan = self._search(limit, 1 / (2 * len(limits) - number))
             self.try_orders(plan.orders, f"{plan.provenance.method}, with copies")
-        self.anneal()
+        if self.problem.communication is None:
+            self.anneal()
         self.refine()
+
+    def begin_without_pairs(self) -> None:
+        """Keep the best order without pairs, found in half of the time."""
+        limit = self.options.time_limit
+        options = replace(self.options, time_limit=None if limit is None else limit / 2)
+        alone = CopySearch(self.problem.without_pairs(), options, None, self.cancelled)
+        alone.run()
+        if alone.best is not None:
+            self.keep(*alone.best)
 
     def refine(self) -> None:
         """Let CP-SAT improve the order of a small problem, or prove it optimal."""
@@ -132,12 +149,23 @@ class CopySearch:
                 return
 
     def _search(self, limit: tuple[float, ...], share: float) -> Plan:
-        """An order without copies for a memory limit, in a share of the time that is left."""
-        options = replace(self.options, effort="quick")
+        """An order without copies for a memory limit, in a share of the time that is left.
+
+        With pairs, the problem's own limit has the full effort, unless the bound there rules it out: so the
+        plan is never longer than that of the same search without copies.
+        """
+        alone, options = _at_limit(self.problem, limit), replace(self.options, effort="quick")
+        if (
+            self.best is not None
+            and self.problem.communication is not None
+            and limit == self.problem.memory.limit
+            and lower_bound(alone).value < self.best[0]
+        ):
+            options = self.options
         if options.time_limit is not None:
             left = max(0.01, options.time_limit - self.seconds)
             options = replace(options, time_limit=share * left)
-        running = Search(_at_limit(self.problem, limit), options, cancelled=self.cancelled)
+        running = Search(alone, options, cancelled=self.cancelled)
         running.run()
         return running.plan()
 
@@ -212,9 +240,8 @@ def _copies(orders: Orders) -> int:
 
 
 def _at_limit(problem: Problem, limit: tuple[float, ...] | None) -> Problem:
-    """The problem without copies, with another memory limit; copies of what pairs keep are not planned."""
-    alone = problem.without_copies().without_pairs()
-    return replace(alone, memory=replace(problem.memory, limit=limit))
+    """The problem without copies, with another memory limit."""
+    return replace(problem.without_copies(), memory=replace(problem.memory, limit=limit))
 
 
 def _limits(problem: Problem) -> Iterator[tuple[float, ...]]:
@@ -224,7 +251,7 @@ def _limits(problem: Problem) -> Iterator[tuple[float, ...]]:
     in_flight = min(problem.pp_degree, problem.microbatches)
     full = [in_flight * (least - held) for least, held in zip(needed, static, strict=True)]
     seen = set()
-    for share in SHARES:
+    for share in SHARES if problem.communication is None else WITH_PAIRS:
         limit = tuple(
             max(mine, least, held + share * most)
             for mine, least, held, most in zip(own or needed, needed, static, full, strict=True)

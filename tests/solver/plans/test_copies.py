@@ -26,6 +26,7 @@ from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Communication
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.claims import check_plan
 from zbv_solver.search.jitter import search_for_jitter
@@ -174,3 +175,42 @@ def test_copies_give_the_speed_of_more_memory_and_are_few() -> None:
     assert len(copied.orders.copies) // 3 < 0.75 * 8 * 12
     assert search(problem(24, offload=12), quick).orders.copies is None, "there is room for everything"
     assert plan_copies(problem(8, offload=12), whole.orders) == (whole.objective, whole.orders)
+
+
+@given(with_copies(), st.floats(0, 1))
+@settings(max_examples=10)
+def test_a_plan_with_pairs_and_copies_is_no_longer_than_one_with_either(
+    problem: Problem, share: float
+) -> None:
+    hidden = tuple(each / 2 for each in problem.costs.forward)
+    least, room = problem.smallest_limit, problem.without_copies().smallest_limit
+    limit = tuple(a + share * 2 * (b - a) for a, b in zip(least, room, strict=True))
+    both = replace(
+        problem,
+        memory=replace(problem.memory, limit=limit),
+        communication=Communication(hidden, (0.0,) * len(hidden), (0.0,) * len(hidden)),
+    )
+    quick = SearchOptions("quick")
+    plan = search(both, quick)
+    for other in (both.without_pairs(), both.without_copies()):
+        try:
+            assert plan.objective <= search(other, quick).objective * (1 + 1e-9)
+        except InfeasibleMemory:
+            assert other.copies is None
+
+
+def test_pairs_and_copies_together_save_more_than_either() -> None:
+    hidden = dict.fromkeys(("forward", "backward_input", "backward"), 6)
+    both = parse_problem(
+        {
+            **{"pp_degree": 4, "microbatches": 12, "memory": MEMORY | {"limit": 0.55 * 16}},
+            "costs": COSTS | {"communication": hidden, "pair_factor": 1.05},
+        }
+    )
+    quick = SearchOptions("quick")
+    plan = search(both, quick)
+    assert plan.orders.paired is not None
+    assert plan.orders.copies is not None
+    assert plan.metrics.lower_bound <= plan.objective
+    for other in (both.without_pairs(), both.without_copies()):
+        assert plan.objective < 0.95 * search(other, quick).objective

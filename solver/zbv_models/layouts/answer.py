@@ -18,7 +18,7 @@ from zbv_solver.timing.start_times import evaluate
 from zbv_models.estimate.model_layers import model_flops, parameters_of, trained_parameters_of
 from zbv_models.estimate.states import StaticBytes
 from zbv_models.estimate.times import StepTimes, TimeShares
-from zbv_models.layouts.copied_layout import CopiedLayout
+from zbv_models.layouts.compared_layout import ComparedLayout
 from zbv_models.layouts.estimated_layout import (
     EstimatedLayout,
     PlannedLayout,
@@ -30,7 +30,6 @@ from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_models.layouts.layout import PARTS, Layout
 from zbv_models.layouts.measured_layers import ORIGINS, Origin, Origins
-from zbv_models.layouts.paired_layout import PairedLayout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import Ranking
 from zbv_models.layouts.sensitivity import Outcome, sensitivity_json
@@ -163,7 +162,7 @@ def _executor_json(planned: PlannedLayout) -> dict[str, Any]:
 
 def _pairs_json(planned: PlannedLayout) -> dict[str, Any]:
     """What pairs save, and the steps that they are compared with, in seconds; empty without pairs."""
-    if not isinstance(planned, PairedLayout) or (found := pair_savings(planned.plan)) is None:
+    if not isinstance(planned, ComparedLayout) or (found := pair_savings(planned.plan)) is None:
         return {}
     return {
         "pairs": {
@@ -171,7 +170,7 @@ def _pairs_json(planned: PlannedLayout) -> dict[str, Any]:
             "forwards": found.forwards,
             "saved": found.saved * SECONDS,
             "factor": planned.plan.problem.pair_factor,
-            "step_time_without": planned.alone and planned.alone.step_time,
+            "step_time_without": planned.without_pairs and planned.without_pairs.step_time,
             "baselines": plain(planned.baselines),
         }
     }
@@ -179,15 +178,15 @@ def _pairs_json(planned: PlannedLayout) -> dict[str, Any]:
 
 def _copies_json(planned: PlannedLayout) -> dict[str, Any]:
     """What is copied to the host, and the step without copies in seconds; empty without copies."""
-    if not isinstance(planned, CopiedLayout):
-        return {}
     problem = planned.plan.problem
+    if not isinstance(planned, ComparedLayout) or problem.copies is None:
+        return {}
     return {
         "copies": {
             "copied": planned.copied,
             "forwards": problem.n_stages * problem.microbatches,
             "on_host": planned.on_host,
-            "step_time_without": planned.alone and planned.alone.step_time,
+            "step_time_without": planned.without_copies and planned.without_copies.step_time,
         }
     }
 

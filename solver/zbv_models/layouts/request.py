@@ -193,9 +193,6 @@ class Request:
                     f"found {found} and executor {self.executor}; only orders of {FREE} have {name} here. "
                 )
                 raise InvalidInput.at(f"/parallel/{name}", detail + "Leave one of them out.")
-        if pairs != "none" and copies != "none":
-            detail = f"found {copies} together with pairs {pairs}; layouts have one of them. Leave one out."
-            raise InvalidInput.at("/parallel/copies", detail)
         for number, group in enumerate(self.cluster.groups):
             at = f"/groups/{number}/device" if len(self.cluster.groups) > 1 else "/device"
             host_link(copies, group.device, at)

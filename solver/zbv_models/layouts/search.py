@@ -23,10 +23,9 @@ from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 
-from zbv_models.layouts.copied_layout import compared_without_copies
+from zbv_models.layouts.compared_layout import compared
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, with_plan
 from zbv_models.layouts.layout import Layout, LayoutFamily
-from zbv_models.layouts.paired_layout import compared
 from zbv_models.layouts.progress import LayoutProgress, Poll
 from zbv_models.layouts.scheduled_layout import ScheduledLayout
 from zbv_models.layouts.setting import SECONDS, Setting
@@ -384,9 +383,7 @@ class LayoutSearch:
         """A planned layout with all that an answer lists."""
         if not isinstance(node.of, PlannedLayout):
             raise TypeError("a planned layout has no plan; this is a bug in zbv, please report it.")
-        if self.setting.copies != "none":
-            return compared_without_copies(node.of, self.options, self.cancelled)
-        if self.setting.training.pairs == "none":
+        if self.setting.copies == "none" and self.setting.training.pairs == "none":
             return node.of
         return compared(node.of, self.options, self.cancelled)
 

@@ -16,12 +16,11 @@ from zbv_models.layouts.answer import (
     utilisation,
 )
 from zbv_models.layouts.cluster import AnyCluster
-from zbv_models.layouts.copied_layout import CopiedLayout
+from zbv_models.layouts.compared_layout import ComparedLayout
 from zbv_models.layouts.estimated_layout import PlannedLayout
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_models.layouts.layout import Layout
-from zbv_models.layouts.paired_layout import PairedLayout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import Ranking
 from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome
@@ -72,10 +71,11 @@ def layout_table(ranking: Ranking, request: Request) -> Table:
     has_executors = any(isinstance(each, ExecutorLayout) for each in ranking.best)
     rows, columns = ROWS + (("groups of ranks",) if len(request.cluster.groups) > 1 else ()), []
     rows += EXECUTOR_ROWS if has_executors else ()
-    paired = [each for each in ranking.best if isinstance(each, PairedLayout)]
-    baselines = tuple(dict.fromkeys(row.name for each in paired for row in each.baselines))
-    rows += (*PAIR_ROWS, *(f"step of {name}" for name in baselines)) if paired else ()
-    has_copies = any(isinstance(each, CopiedLayout) for each in ranking.best)
+    setting = request.setting
+    has_pairs, has_copies = setting.training.pairs != "none", setting.copies != "none"
+    known = [each for each in ranking.best if isinstance(each, ComparedLayout)]
+    baselines = tuple(dict.fromkeys(row.name for each in known for row in each.baselines))
+    rows += (*PAIR_ROWS, *(f"step of {name}" for name in baselines)) if has_pairs else ()
     rows += COPY_ROWS if has_copies else ()
     seconds = timer(ranking.best[0].step_time, SECONDS)
     for each in ranking.best:
@@ -96,8 +96,8 @@ def layout_table(ranking: Ranking, request: Request) -> Table:
                 gigabytes(reserved_memory(each)),
                 *([_ranks_of_groups(layout)] if layout.groups else []),
                 *(_executor_cells(each) if has_executors else ()),
-                *(_pair_cells(each, baselines) if isinstance(each, PairedLayout) else ()),
-                *(_copy_cells(each) if isinstance(each, CopiedLayout) else ()),
+                *(_pair_cells(each, baselines) if has_pairs and isinstance(each, ComparedLayout) else ()),
+                *(_copy_cells(each) if has_copies and isinstance(each, ComparedLayout) else ()),
             ]
         )
     for name, values in zip(rows, zip(*columns, strict=True), strict=True):
@@ -152,27 +152,31 @@ def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
     return planned.executor, name, f"{time(planned.free.step_time, SECONDS)}{shorter}"
 
 
-def _pair_cells(planned: PairedLayout, baselines: tuple[str, ...]) -> Iterator[str]:
+def _pair_cells(planned: ComparedLayout, baselines: tuple[str, ...]) -> Iterator[str]:
     """Forwards in pairs, and the steps that the plan is compared with: how much longer they are."""
     pairs = pair_savings(planned.plan)
     yield f"{figure(pairs.paired, 12)} of {figure(pairs.forwards, 12)}" if pairs else "none"
     steps = {row.name: row for row in planned.baselines}
-    yield "does not fit" if planned.alone is None else _longer(planned.alone.step_time, planned)
+    yield _without(planned.without_pairs, planned)
     for name in baselines:
         row = steps.get(name)
         too_large = "" if row is None or row.fits else ", does not fit"
         yield "–" if row is None else _longer(row.step_time, planned) + too_large
 
 
-def _copy_cells(planned: CopiedLayout) -> tuple[str, str, str]:
+def _copy_cells(planned: ComparedLayout) -> tuple[str, str, str]:
     """Forwards that are copied, the host's memory, and the step without copies."""
     problem = planned.plan.problem
     of = problem.n_stages * problem.microbatches
     return (
         f"{figure(planned.copied, 12)} of {figure(of, 12)}",
         gigabytes(max(planned.on_host)),
-        "does not fit" if planned.alone is None else _longer(planned.alone.step_time, planned),
+        _without(planned.without_copies, planned),
     )
+
+
+def _without(alone: PlannedLayout | None, planned: PlannedLayout) -> str:
+    return "does not fit" if alone is None else _longer(alone.step_time, planned)
 
 
 def _longer(step: float, planned: PlannedLayout) -> str:

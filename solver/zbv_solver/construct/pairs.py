@@ -74,10 +74,12 @@ def joined(problem: Problem, orders: Orders) -> Orders:
 
 
 def _neighbours(orders: Orders) -> IntArray:
-    """Every F that is followed by an I or B of another microbatch on its rank."""
+    """Every F that is followed by an I or B of another microbatch on its rank, with no copy between them."""
     letter, microbatch, rank = orders.letter, orders.microbatch, orders.rank_index()
     follows = (letter[1:] == I) | (letter[1:] == B)
     other = (microbatch[1:] != microbatch[:-1]) & (rank[1:] == rank[:-1])
+    if orders.copies is not None:
+        other[np.maximum(orders.copies[:, 0] - 1, 0)] = False
     return np.flatnonzero((letter[:-1] == F) & follows & other)
 
 

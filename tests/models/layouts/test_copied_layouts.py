@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from support.executor_layouts import EXPERTS, MODEL, Document, cluster_of, request_of
+from zbv_models.estimate.device import GroupLink
 from zbv_models.layouts.answer import composition, memory_of_ranks, ranking_json
-from zbv_models.layouts.copied_layout import CopiedLayout
+from zbv_models.layouts.compared_layout import ComparedLayout
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, plan_layout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import best_layouts
-from zbv_solver.commands.layout_tables import layout_table
+from zbv_solver.commands.layout_tables import COPY_ROWS, PAIR_ROWS, layout_table
 from zbv_solver.errors import InvalidInput
 from zbv_solver.verify.verifier import verify_orders
 
@@ -33,11 +34,11 @@ def test_copies_shorten_the_best_layout_and_the_answer_says_what_they_save() -> 
     asked, plain = request(), request("none")
     ranking, alone = (best_layouts(each.families(), each.setting) for each in (asked, plain))
     best = ranking.best[0]
-    assert isinstance(best, CopiedLayout)
+    assert isinstance(best, ComparedLayout)
     verify_orders(best.plan.problem, best.plan.orders)
-    assert best.alone is not None
+    assert best.without_copies is not None
     assert best.lower_bound <= best.step_time < 0.9 * alone.best[0].step_time
-    assert best.alone.step_time == alone.best[0].step_time
+    assert best.without_copies.step_time == alone.best[0].step_time
     (layout,) = json.loads(json.dumps(ranking_json(ranking, asked)))["layouts"]
     copies = layout["copies"]
     assert 0 < copies["copied"] < copies["forwards"]
@@ -61,10 +62,40 @@ def test_a_layout_may_fit_with_copies_alone() -> None:
     small = replace(CLUSTER, memory=1.5e9, size=1.5e9)
     asked = request_of(DEEP, small, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
     best = best_layouts(asked.families(), asked.setting).best[0]
-    assert isinstance(best, CopiedLayout)
-    assert best.alone is None
+    assert isinstance(best, ComparedLayout)
+    assert best.without_copies is None
     (layout,) = ranking_json(best_layouts(asked.families(), asked.setting), asked)["layouts"]
     assert layout["copies"]["step_time_without"] is None
+
+
+def test_pairs_and_copies_together_save_more_than_either() -> None:
+    slow = cluster_of(4, 2, 5.0, processors=132, host_bandwidth=200.0, host_latency=5.0)
+    slow = replace(slow, between_nodes=GroupLink(8.0, 20.0))
+    fixed = {**PIPELINE, "pipeline_parallel": 2, "expert_parallel": 4, "zero_stage": 1}
+    fixed |= {"microbatch_size": 2, "recompute": "none"}
+    steps = {}
+    for pairs, copies in (("experts", "activations"), ("experts", "none"), ("none", "activations")):
+        asked = request_of(EXPERTS, slow, 32, parallel={"pairs": pairs, "copies": copies}, **fixed)
+        ranking = best_layouts(asked.families(), asked.setting)
+        (best,) = ranking.best
+        assert isinstance(best, ComparedLayout)
+        verify_orders(best.plan.problem, best.plan.orders)
+        steps[pairs, copies] = best.step_time
+        (layout,) = ranking_json(ranking, asked)["layouts"]
+        assert [name for name in ("pairs", "copies") if name in layout] == [
+            name for name, choice in (("pairs", pairs), ("copies", copies)) if choice != "none"
+        ]
+        if (pairs, copies) == ("experts", "activations"):
+            both = best
+            rows = [str(cell) for cell in layout_table(ranking, asked).columns[0].cells]
+            assert {*PAIR_ROWS, *COPY_ROWS} <= set(rows)
+    assert both.without_pairs is not None
+    assert both.without_copies is not None
+    others = [steps["none", "activations"], steps["experts", "none"]]
+    assert [both.without_pairs.step_time, both.without_copies.step_time] == others
+    assert both.lower_bound <= both.step_time < 0.95 * min(others)
+    assert both.copied > 0
+    assert both.plan.orders.paired is not None
 
 
 @pytest.mark.parametrize("recompute", ["none", "per-stage", "full"])
@@ -81,7 +112,6 @@ def test_bounds_hold_with_copies(recompute: str) -> None:
 def test_what_copies_cannot_be_combined_with_is_refused() -> None:
     for parallel, cluster, executor, pointer in (
         ({"copies": "activations"}, CLUSTER, "megatron", "/parallel/copies"),
-        ({"copies": "activations", "pairs": "experts"}, CLUSTER, "zbv", "/parallel/copies"),
         ({"copies": "activations"}, cluster_of(1, 4), "zbv", "/device/host_bandwidth"),
     ):
         asked = request_of(EXPERTS, cluster, 16, executor, parallel=parallel, **PIPELINE)
@@ -97,12 +127,12 @@ def test_a_plan_without_copies_is_its_own_comparison(monkeypatch: pytest.MonkeyP
         found = plan_layout(*arguments)
         return replace(found, step_time=2 * found.step_time)
 
-    monkeypatch.setattr("zbv_models.layouts.copied_layout.plan_layout", worse)
+    monkeypatch.setattr("zbv_models.layouts.compared_layout.plan_layout", worse)
     roomy = replace(CLUSTER, memory=8e9, size=8e9, host_memory=None)
     asked = request_of(DEEP, roomy, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
     best = best_layouts(asked.families(), asked.setting).best[0]
-    assert isinstance(best, CopiedLayout)
-    assert best.alone is not None
-    assert (best.copied, best.alone.step_time) == (0, best.step_time)
+    assert isinstance(best, ComparedLayout)
+    assert best.without_copies is not None
+    assert (best.copied, best.without_copies.step_time) == (0, best.step_time)
     assert best.plan.problem.copies is not None
     assert best.plan.problem.copies.host_limit is None

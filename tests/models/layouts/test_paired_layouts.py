@@ -10,8 +10,8 @@ import pytest
 from support.executor_layouts import EXPERTS, MODEL, Document, cluster_of, request_of
 from zbv_models.estimate.device import GroupLink
 from zbv_models.layouts.answer import composition, ranking_json
+from zbv_models.layouts.compared_layout import MADE_FOR_PAIRS, ComparedLayout
 from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
-from zbv_models.layouts.paired_layout import MADE_FOR_PAIRS, PairedLayout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_solver.commands.layout_tables import layout_table
@@ -35,10 +35,10 @@ def ranking(pairs: str) -> Ranking:
 
 def test_pairs_shorten_the_best_layout_and_what_it_is_compared_with_is_longer() -> None:
     best, alone = ranking("experts").best[0], ranking("none").best[0]
-    assert isinstance(best, PairedLayout)
+    assert isinstance(best, ComparedLayout)
     verify_orders(best.plan.problem, best.plan.orders)
-    assert best.alone is not None
-    assert best.lower_bound <= best.step_time < 0.97 * best.alone.step_time
+    assert best.without_pairs is not None
+    assert best.lower_bound <= best.step_time < 0.97 * best.without_pairs.step_time
     assert {each.name for each in best.baselines} <= set(MADE_FOR_PAIRS)
     assert [each for each in best.baselines if each.fits]
     assert all(best.step_time <= each.step_time * (1 + 1e-9) for each in best.baselines if each.fits)
@@ -74,7 +74,7 @@ def test_the_answer_and_the_table_say_what_pairs_save() -> None:
     assert rows[-len(pairs["baselines"]) :] == [f"step of {each['name']}" for each in pairs["baselines"]]
     (plain,) = ranking_json(ranking("none"), request("none", expert_parallel=4))["layouts"]
     assert "pairs" not in plain
-    assert isinstance(best, PairedLayout)
+    assert isinstance(best, ComparedLayout)
 
 
 def test_a_layout_with_little_memory_has_no_baseline_that_does_not_fit() -> None:
@@ -83,7 +83,7 @@ def test_a_layout_with_little_memory_has_no_baseline_that_does_not_fit() -> None
     peaks = max(roomy.plan.metrics.peak_memory)
     tight = replace(asked, cluster=replace(CLUSTER, memory=0.9 * peaks, size=0.9 * peaks))
     found = best_layouts(tight.families(), tight.setting).best[0]
-    assert isinstance(found, PairedLayout)
+    assert isinstance(found, ComparedLayout)
     assert max(found.plan.metrics.peak_memory) <= 0.9 * peaks * (1 + 1e-9)
     assert found.step_time >= roomy.step_time * (1 - 1e-9)
 

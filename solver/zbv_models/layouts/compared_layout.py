@@ -94,7 +94,8 @@ def compared(
     """
     setting = planned.estimated.setting
     has_pairs, has_copies = setting.training.pairs != "none", setting.copies != "none"
-    without_pairs = without_copies = None
+    without_pairs: PlannedLayout | None = None
+    without_copies: PlannedLayout | None = None
     if has_pairs:
         single = replace(setting, training=replace(setting.training, pairs="none"))
         without_pairs = _plan_in(single, planned, options, cancelled)
@@ -117,12 +118,13 @@ def compared(
 
 def _plan_in(
     setting: Setting, planned: PlannedLayout, options: SearchOptions | None, cancelled: Cancelled | None
-) -> PlannedLayout | None:
-    """The plan of the same layout in another setting; None if none was found that fits."""
+) -> ComparedLayout | None:
+    """The answer for the same layout in another setting; None if none was found that fits."""
     try:
-        return plan_layout(EstimatedLayout.of(planned.layout, setting), options, cancelled)
+        found = plan_layout(EstimatedLayout.of(planned.layout, setting), options, cancelled)
     except InfeasibleMemory:
         return None
+    return compared(found, options, cancelled)
 
 
 def _baselines(

@@ -48,9 +48,9 @@ class Rank(NamedTuple):
     offload: FloatArray
     reload: FloatArray
     """(a,) memory that moves, and the times of its copies."""
-    static: float
     limit: float
     host: float
+    """Memory that is not static, and that of the host."""
 
 
 class Choice(NamedTuple):
@@ -92,13 +92,12 @@ def plan_copies(
     unless ``cancelled`` says that nobody needs them any more.
     """
     best: tuple[float, Orders] | None = None
-    made = orders
+    made = orders = _with_earlier_weights(problem, orders)
     for _ in range(rounds):
         found = _planned(problem, orders, *earliest_times(problem, made), cancelled)
         if found is None:
             return best
-        made = found
-        orders, value = made.without_copies(), objective_of(problem, made)
+        made, value = found, objective_of(problem, found)
         if best is not None and value >= best[0]:
             return best
         best = value, made
@@ -112,46 +111,38 @@ def _planned(
     end: FloatArray,
     cancelled: Callable[[], bool] | None,
 ) -> Orders | None:
-    """The order with copies, planned at the times of its actions.
-
-    What a W frees cannot be copied. Where only that is too much, W's run earlier.
-    """
+    """The order with copies, planned at the times of its actions."""
     rows: list[IntArray] = []
-    while len(rows) < problem.pp_degree:
-        rank = len(rows)
+    for rank in range(problem.pp_degree):
         if cancelled is not None and cancelled():
             return None
         own = _rank_of(problem, orders, rank, start, end)
         choice = Choice.of(own)
-        over = choose(own, choice)
-        if over == NEVER:
-            rows.append(_rows(orders, rank, own, choice))
-            continue
-        earlier = _with_earlier_weight(orders, rank, int(own.begin[over]))
-        if earlier is None:
+        if choose(own, choice) != NEVER:
             return None
-        orders = earlier
-        start, end = earliest_times(problem, orders)
+        rows.append(_rows(orders, rank, own, choice))
     copies = np.concatenate(rows)
     return replace(orders, copies=copies) if len(copies) else orders
 
 
-def _with_earlier_weight(orders: Orders, rank: int, at: int) -> Orders | None:
-    """The order in which a rank runs its oldest waiting W before an index; None if no W waits there."""
-    part = orders.slice_of(rank)
-    if orders.letter[part.start + at] == W:
-        return None  # it frees as much as another W
-    letter, cell = orders.letter[part], np.column_stack([orders.stage[part], orders.microbatch[part]])
-    inputs = {tuple(each) for each in cell[:at][letter[:at] == I].tolist()}
-    waiting = [
-        place for place in np.flatnonzero(letter == W) if place > at and tuple(cell[place].tolist()) in inputs
-    ]
-    if not waiting:
-        return None
+def _with_earlier_weights(problem: Problem, orders: Orders) -> Orders:
+    """The order in which W's run earlier where a rank has no room otherwise, however much it copies.
+
+    What a W frees cannot be copied.
+    """
+    arrays, copies, m = problem.arrays, problem.copies, problem.microbatches
+    moved = np.zeros(problem.n_stages) if copies is None else np.array(copies.offloadable, np.float64)
+    cell = orders.stage * np.int64(m) + orders.microbatch
+    is_first = np.zeros(len(orders), np.bool_) if orders.paired is None else orders.paired
+    room, host = _limits(problem)
     order = np.arange(len(orders))
-    order[part.start + at : part.start + waiting[0] + 1] = np.roll(
-        order[part.start + at : part.start + waiting[0] + 1], 1
-    )
+    for rank in range(problem.pp_degree):
+        at = orders.slice_of(rank)
+        delta = arrays.deltas(orders.stage[at], orders.letter[at], orders.microbatch[at])
+        order[at] = at.start + run_earlier(
+            orders.letter[at], cell[at], delta, moved[orders.stage[at]], is_first[at], room[rank], host[rank],
+            problem.n_stages * m,
+        )  # fmt: skip
     return replace(
         orders,
         stage=orders.stage[order],
@@ -159,6 +150,62 @@ def _with_earlier_weight(orders: Orders, rank: int, at: int) -> Orders | None:
         microbatch=orders.microbatch[order],
         paired=None if orders.paired is None else orders.paired[order],
     )
+
+
+@compiled
+def run_earlier(
+    letter: IntArray,
+    cell: IntArray,
+    delta: FloatArray,
+    moved: FloatArray,
+    is_first: BoolArray,
+    room: float,
+    host: float,
+    cells: int,
+) -> IntArray:  # pragma: no cover - compiled
+    """The order of a rank's n actions in which the oldest W's run before actions that lack room.
+
+    All F's are taken as copied, as far as the host has room for them at once.
+    """
+    n, held, away = len(letter), 0.0, 0.0
+    order, size = np.empty(n, np.int64), 0
+    weight, is_done = np.full(cells, -1), np.zeros(n, np.bool_)
+    waiting, oldest, youngest = np.empty(n, np.int64), 0, 0
+    for at in range(n):
+        if letter[at] == W:
+            weight[cell[at]] = at
+    for at in range(n):
+        if is_done[at]:
+            continue
+        # Before a pair, there must be room for both of its actions.
+        last = at + 1 if is_first[at] else at
+        back = moved[last] if letter[last] == I or letter[last] == B else 0.0
+        needed = max(0.0, delta[at], delta[at] + (delta[last] if last > at else 0.0))
+        is_second = at > 0 and is_first[at - 1]
+        while not is_second and letter[at] != W and oldest < youngest:
+            if held + needed - min(away - back, host) <= room:
+                break
+            which, oldest = waiting[oldest], oldest + 1
+            if not is_done[which]:
+                order[size], is_done[which] = which, True
+                size, held = size + 1, held + delta[which]
+        order[size], is_done[at] = at, True
+        size, held = size + 1, held + delta[at]
+        if letter[at] == F:
+            away += moved[at]
+        elif letter[at] != W:
+            away -= moved[at]
+            if letter[at] == I:
+                waiting[youngest], youngest = weight[cell[at]], youngest + 1
+    return order
+
+
+def _limits(problem: Problem) -> tuple[FloatArray, FloatArray]:
+    """(p,) memory of every rank that is not static, and of its host; inf without a limit."""
+    limit, copies = problem.arrays.limit, problem.copies
+    tolerance = np.where(np.isfinite(limit), SEARCH_MEMORY * np.abs(limit), 0.0)
+    host = None if copies is None else copies.host_limit
+    return limit + tolerance - problem.arrays.static, np.array(host or (np.inf,) * problem.pp_degree)
 
 
 def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end: FloatArray) -> Rank:
@@ -169,15 +216,14 @@ def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end
     begin, number = np.flatnonzero(begins), np.cumsum(begins) - 1  # of the entry of every action
     delta = arrays.deltas(stage, letter, microbatch)
     change = np.add.reduceat(delta, begin)
-    room = np.maximum(change, delta[begin])  # in a pair, an F comes first
+    needs = np.maximum(np.maximum(change, delta[begin]), 0.0)  # in a pair, an F comes first
     cell = stage * np.int64(problem.microbatches) + microbatch
     forward, backward = np.flatnonzero(letter == F), np.flatnonzero((letter == I) | (letter == B))
     of_cell = np.zeros(problem.n_stages * problem.microbatches, np.int64)
     of_cell[cell[backward]] = number[backward]
     needed = of_cell[cell[forward]]
     of = stage[forward]
-    limit = float(arrays.limit[rank])
-    host = np.inf if copies is None or copies.host_limit is None else copies.host_limit[rank]
+    limit, host = _limits(problem)
     moved, out, back = (
         np.zeros(problem.n_stages) if copies is None else np.array(getattr(copies, name), dtype=np.float64)
         for name in ("offloadable", "offload", "reload")
@@ -186,7 +232,7 @@ def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end
         begin,
         start[part][begin],
         end[part][begin],
-        np.maximum(room, 0.0),
+        needs,
         change,
         number[forward],
         needed,
@@ -194,9 +240,8 @@ def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end
         moved[of],
         out[of],
         back[of],
-        float(arrays.static[rank]),
-        limit + SEARCH_MEMORY * abs(limit) if np.isfinite(limit) else np.inf,
-        float(host),
+        float(limit[rank]),
+        float(host[rank]),
     )
 
 
@@ -263,7 +308,7 @@ def _place(rank: Rank, choice: Choice) -> bool:  # pragma: no cover - compiled
         if choice.chosen[which]:
             held[choice.freed[which]] -= rank.amount[which]
             held[choice.taken[which]] += rank.amount[which]
-    total = rank.static
+    total = 0.0
     for at in range(n):
         total += held[at]
         choice.held[at] = total + rank.room[at]

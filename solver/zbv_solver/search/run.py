@@ -142,7 +142,7 @@ class Search:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
         if self.with_pairs.communication is not None:
             found = [best, self.paired] if self.paired is not None else self._with_pairs(best)
-            best = min(found, key=lambda solution: solution.value)
+            self.paired = best = min(found, key=lambda solution: solution.value)
         extra: dict[str, object] = {"effort": self.options.effort}
         if self.options.without:
             extra["without"] = list(self.options.without)

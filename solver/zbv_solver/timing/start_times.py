@@ -20,7 +20,7 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 from zbv_solver.plans.orders import Orders, durations
 from zbv_solver.problem.numeric import ROUNDING
-from zbv_solver.problem.problem import B, D, F, I, O, Problem, R, objective_value
+from zbv_solver.problem.problem import B, D, F, I, O, Problem, R
 from zbv_solver.timing.copies import run_nodes, with_copies
 
 
@@ -86,7 +86,10 @@ def objective_of(problem: Problem, orders: Orders) -> float:
 
     Raises :class:`InvalidPlan` when the orders deadlock.
     """
-    return objective_value(problem.objective, evaluate(problem, orders))
+    graph, start, end, at = _executed(problem, orders)
+    if problem.objective == "makespan":
+        return _makespan(orders, start[at], end[at])
+    return _exact_span(graph, start)[0]
 
 
 def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:

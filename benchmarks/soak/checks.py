@@ -183,7 +183,7 @@ class _Stages(_Examination):
         self.bound("quick", bounds.lower_bound(problem, effort="quick").value)
         self.bound("full", bounds.lower_bound(problem).value)
         self.bound("thorough", bounds.lower_bound(problem, effort="thorough").value)
-        if problem.communication is not None:
+        if problem.communication is not None or problem.copies is not None:
             self._proof(problem, refine_entries(problem, serial(problem).orders, effort=SHORT_EFFORT))
         else:
             if problem.is_equal:

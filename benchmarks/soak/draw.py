@@ -22,6 +22,8 @@ DIFFERING_SHARE = 0.3
 """Of problems by stages: those whose microbatches differ."""
 PAIRED_SHARE = 0.2
 """Of the others by stages: those with pairs."""
+COPIED_SHARE, MOST_CELLS = 0.2, 6
+"""Of the rest by stages: those with copies; most F's of one."""
 DEVICES_SHARE = 0.4
 """Of problems by layers with several ranks: those whose ranks have different devices."""
 
@@ -34,12 +36,16 @@ def draw(chance: Random) -> tuple[str, Document]:
         draw_one = differing_stages
     elif draw_one is _stages and chance.random() < PAIRED_SHARE:
         draw_one = paired_stages
+    elif draw_one is _stages and chance.random() < COPIED_SHARE:
+        draw_one = copied_stages
     document = draw_one(chance, number_source(chance, numbers))
     shape = "layers" if "layers" in document else document["placement"]
     if "features" in document:
         shape = f"differing {shape}"
     if "communication" in document["costs"]:
         shape = f"pairs {shape}"
+    if "offload" in document["costs"]:
+        shape = f"copies {shape}"
     if "devices" in document:
         shape = f"{shape} on devices"
     return f"{shape}, {numbers}", document
@@ -122,6 +128,27 @@ def paired_stages(chance: Random, number: Number) -> Document:
         for name, values in (("forward", forward), ("backward_input", inputs), ("backward", whole))
     }
     costs["pair_factor"] = chance.choice((1.0, 1.0, 1.25))
+    return document
+
+
+def copied_stages(chance: Random, number: Number) -> Document:
+    """Draw a problem with copies to the host, and perhaps pairs; no action and no copy takes no time.
+
+    Amounts of memory are small integers, most often, because CP-SAT must round others.
+    """
+    while True:
+        document = paired_stages(chance, number)
+        costs = document["costs"]
+        memory = _memory(chance, number_source(chance, "ties"), document, len(costs["forward"]))
+        if memory["limit"] is not None and document["microbatches"] * len(costs["forward"]) <= MOST_CELLS:
+            break
+    document["memory"] = memory
+    if chance.random() < 0.6:
+        del costs["communication"], costs["pair_factor"]
+    scale = chance.choice((0.2, 1.0, 1.0, 5.0))
+    for name in ("offload", "reload"):
+        costs[name] = [scale * value for value in _values(chance, number, len(costs["forward"]))]
+    memory["offloadable"] = [value * chance.choice((1.0, 1.0, 0.5, 0.0)) for value in memory["forward"]]
     return document
 
 

@@ -2,7 +2,8 @@
 
 Only the solver is the same as in :mod:`zbv_solver.improve.cp_model`. This model has a pair of literals for
 every two actions of a rank, B as a separate optional action, positions that keep actions without duration
-acyclic, and memory as a sum over preceding actions.
+acyclic, and memory as a sum over preceding actions. With copies, D and R are optional actions without
+duration, and the copies themselves have starts of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from math import gcd, lcm, prod
 
 from ortools.sat.python import cp_model
 
-from benchmarks.soak.pipeline import Action, B, F, I, Order, Pairs, Pipeline, W
+from benchmarks.soak.pipeline import Action, B, D, F, I, O, Order, Pairs, Pipeline, R, W
 
 MOST_ENUMERATED = 4_000
 """Most orders to enumerate; with more orders, CP-SAT solves the problem."""
@@ -46,8 +47,10 @@ def optimum(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool =
 
 
 def enumerated(pipeline: Pipeline) -> Optimum | None:
-    """Return the best of all orders, with microbatches in any order; None if there are too many."""
+    """Return the best of all orders, with microbatches in any order; None if there are too many or copies."""
     ranks = []
+    if pipeline.has_copies:
+        return None
     for rank in range(pipeline.pp_degree):
         orders = []
         for order in _orders_of_rank(pipeline, rank):
@@ -153,13 +156,14 @@ def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = 
 class _Model:
     def __init__(self, pipeline: Pipeline):
         self.pipeline, self.model = pipeline, cp_model.CpModel()
-        self.is_equal = pipeline.is_equal
+        # With copies, microbatches may pass each other, so only the F's of stage 0 ascend.
+        self.is_equal = pipeline.is_equal and not pipeline.has_copies
         self._round_durations()
         self.actions = [
             [
                 (letter, stage, j)
                 for stage in stages
-                for letter in (F, I, W, B)
+                for letter in (F, I, W, B, *((D, R) if pipeline.has_copies else ()))
                 for j in range(pipeline.microbatches)
                 if letter != B or pipeline.may_fuse(stage)
             ]
@@ -178,8 +182,10 @@ class _Model:
             self._choose_pairs(mine)
         self._pass_on()
         self.before: dict[tuple[Action, Action], cp_model.IntVar] = {}
+        self.copy: dict[Action, cp_model.IntVar] = {}
         for rank in range(pipeline.pp_degree):
             self._order(rank)
+            self._copy(rank)
             self._keep_memory(rank)
         self._minimise()
 
@@ -206,11 +212,11 @@ class _Model:
         self.admits_all = True
 
     def _length(self, action: Action) -> int:
-        return self.duration[action[0]][action[1]][action[2]]
+        return 0 if action[0] in (D, R) else self.duration[action[0]][action[1]][action[2]]
 
     def _choose_pairs(self, mine: list[Action]) -> None:
         """An F may start and end together with the I or B of another microbatch."""
-        of = {action: list[cp_model.IntVar]() for action in mine if action[0] != W}
+        of = {action: list[cp_model.IntVar]() for action in mine if action[0] in (F, I, B)}
         ends = {action: self.model.new_int_var(0, self.horizon, "") for action in of}
         for both in product(mine, mine):
             if both[0][0] == F and both[1][0] in (I, B) and both[0][2] != both[1][2]:
@@ -235,6 +241,8 @@ class _Model:
                 split = self.model.new_bool_var("")
                 self.model.add(fused + split == 1)
                 self.present[I, *action[1:]] = self.present[W, *action[1:]] = split
+            if action[0] == D:
+                self.present[action] = self.present[R, *action[1:]] = self.model.new_bool_var("")
 
     def _after(self, second: Action, first: Action, lag: int = 0) -> None:
         """If both actions are present, the second starts after the end of the first."""
@@ -276,12 +284,38 @@ class _Model:
                 model.add(either == 1).only_enforce_if(both)
                 self._known(one, two)
 
+    def _copy(self, rank: int) -> None:
+        """Copies run between F and D, and between R and the backward, one at a time on each engine."""
+        cells = [action[1:] for action in self.actions[rank] if action[0] == D]
+        for letter, (stage, j) in product((O, R), cells):
+            copy = self.copy[letter, stage, j] = self.model.new_int_var(0, self.horizon, "")
+            there = self.present[D, stage, j]
+            begins = self.end[F if letter == O else R, stage, j]
+            self.model.add(copy >= begins).only_enforce_if(there)
+            for action in [(D, stage, j)] if letter == O else self._backwards(stage, j):
+                ends = self.model.add(self.start[action] >= copy + self.duration[letter][stage][j])
+                ends.only_enforce_if(there, self.present[action])
+        for letter, (one, two) in product((O, R), combinations(cells, 2)):
+            first = self.model.new_bool_var("")
+            for literal, a, b in ((first, one, two), (first.negated(), two, one)):
+                ends = self.copy[letter, *a] + self.duration[letter][a[0]][a[1]]
+                later = self.model.add(self.copy[letter, *b] >= ends)
+                later.only_enforce_if(literal, self.present[D, *one], self.present[D, *two])
+                if letter == R:  # in the order of the list
+                    self.model.add_implication(self.before[(R, *a), (R, *b)], literal)
+        for stage, j in cells:
+            self._after((D, stage, j), (F, stage, j))
+            self._after((R, stage, j), (D, stage, j))
+            for backward in self._backwards(stage, j):
+                self._after(backward, (R, stage, j))
+
     def _known(self, one: Action, two: Action) -> None:
         """Equal microbatches ascend; within a cell, F comes before I or B, and I before W."""
         (letter, stage, j), (other, stage_too, k) = one, two
-        if self.is_equal and stage == stage_too and letter == other:
+        ascends = self.is_equal or (self.pipeline.is_equal and letter == F and stage == 0)
+        if ascends and stage == stage_too and letter == other:
             self.model.add(self.before[max((j, one), (k, two))[1], min((j, one), (k, two))[1]] == 0)
-        if stage == stage_too and j == k:
+        if stage == stage_too and j == k and not {D, R} & {letter, other}:
             self.model.add(self.before[two, one] == 0)
         backwards = (I, B)
         if self.is_equal and stage == stage_too and {letter, other} <= set(backwards) and j != k:
@@ -323,6 +357,10 @@ class _Model:
                 if action[0] in (W, B):
                     late = model.add(self.end[action] - first <= objective)
                     late.only_enforce_if(self.present[action])
+            if pipeline.hidden is None:
+                d, cells = self.duration, product(stages, range(pipeline.microbatches))
+                work = (d[F][s][j] + min(d[B][s][j], d[I][s][j] + d[W][s][j]) for s, j in cells)
+                model.add(objective >= sum(work))  # CP-SAT does not see it by itself
         model.minimize(objective)
 
     def _first_start(self, stage: int) -> cp_model.IntVar:
@@ -349,5 +387,15 @@ class _Model:
                 )
                 for action in there
             }
-            ranks.append(tuple(sorted(there, key=count.__getitem__)))
+            ranks.append(self._with_copies_out(sorted(there, key=count.__getitem__), solver))
         return tuple(ranks)
+
+    def _with_copies_out(self, entries: list[Action], solver: cp_model.CpSolver) -> tuple[Action, ...]:
+        """A rank's list with an O for every D: as early as its F and the copies out before it allow."""
+        cells, place = [entry[1:] for entry in entries if entry[0] == D], 0
+        pairs = {one: two for (one, two), pair in self.pair.items() if solver.boolean_value(pair)}
+        for cell in sorted(cells, key=lambda cell: solver.value(self.copy[O, *cell])):
+            place = max(place, entries.index(pairs.get((F, *cell), (F, *cell))) + 1)
+            entries.insert(place, (O, *cell))
+            place += 1
+        return tuple(entries)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zbv_solver.plans.orders import Orders
 
-F, I, W, B = range(4)  # noqa: E741 - the field's letter
-LETTERS = "FIWB"
+F, I, W, B, O, D, R = range(7)  # noqa: E741 - the field's letters
+LETTERS = "FIWBODR"
 COSTS = ("forward", "backward_input", "backward_weight", "backward", "p2p")
 
 Action = tuple[int, int, int]
@@ -42,7 +42,7 @@ class Pipeline:
     stages_of: tuple[tuple[int, ...], ...]
     objective: str
     duration: tuple[tuple[tuple[int, ...], ...], ...]
-    """[letter][stage][microbatch], as ``delta``."""
+    """[letter][stage][microbatch], as ``delta``; with copies, O and R have the times of the engines."""
     lag: tuple[tuple[int, ...], ...]
     """[boundary][microbatch] latency of a transfer; 0 inside a rank."""
     delta: tuple[tuple[tuple[int, ...], ...], ...]
@@ -55,6 +55,11 @@ class Pipeline:
     """What pairs can hide, as ``duration``; None if there are no pairs."""
     factor: Fraction = Fraction(1)
     """What the two actions of a pair cost each other."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether an F may be copied to a host, which has room for all of them."""
+        return len(self.duration) > B + 1
 
     @property
     def pp_degree(self) -> int:
@@ -146,8 +151,11 @@ class Schedule:
         there = {action for actions in order for action in actions}
         inputs = {action: list(_inputs(pipeline, there, action)) for action in there}
         for actions in order:
-            for before, action in pairwise(actions):
-                inputs[action].append((before, 0))
+            before: dict[int, Action] = {}  # the last entry of the rank, and of either engine
+            for action in actions:
+                chain = action[0] if action[0] in (O, R) else F
+                inputs[action] += [(before[each], 0) for each in {F, chain} if each in before]
+                before[chain] = action
         of_pairs = {}
         for both in (both for actions in order for both in pairwise(actions) if both[0] in pairs):
             needed = [each for half in both for each in inputs[half] if each[0] not in both]
@@ -240,8 +248,12 @@ def _inputs(pipeline: Pipeline, there: set[Action], action: Action) -> Iterator[
     letter, stage, j = action
     if letter == F and stage > 0:
         yield (F, stage - 1, j), pipeline.lag[stage - 1][j]
-    if letter in (I, B):
+    if letter == O:
         yield (F, stage, j), 0
+    if letter in (D, R):
+        yield ((O if letter == D else D), stage, j), 0
+    if letter in (I, B):
+        yield ((R if (R, stage, j) in there else F), stage, j), 0
         if stage + 1 < pipeline.n_stages:
             yield ((I if (I, stage + 1, j) in there else B), stage + 1, j), pipeline.lag[stage][j]
     if letter == W:
@@ -289,6 +301,8 @@ def read(document: dict[str, Any]) -> Pipeline:
     if shares := costs.get("communication"):
         found = {name: table(shares[name]) for name in COSTS[:2] + COSTS[3:4]}
         hidden = [found["forward"], found["backward_input"], tables[W], found["backward"]]  # W has no pair
+    if "offload" in costs:
+        tables += [table(costs["offload"]), [[Fraction(0)] * m] * n, table(costs["reload"])]
     unit = lcm(*(value.denominator for each in (*tables, *hidden, lag) for row in each for value in row))
     unit *= factor.denominator
     return Pipeline(
@@ -317,14 +331,18 @@ def _read_memory(
     forward, inputs = (table(memory[key]) for key in ("forward", "backward_input"))
     static = [Fraction(value) for value in memory["static"]]
     limits = None if memory["limit"] is None else [Fraction(value) for value in memory["limit"]]
-    amounts = [*(value for row in (*forward, *inputs) for value in row), *static, *(limits or [])]
+    moved = table(memory["offloadable"]) if "offloadable" in memory else []
+    amounts = [*(value for row in (*forward, *inputs, *moved) for value in row), *static, *(limits or [])]
     unit = lcm(*(value.denominator for value in amounts))
     taken, grown = _in_units(forward, unit), _in_units(inputs, unit)
     # W releases exactly what F and I left, and B what F allocated.
     left = tuple(tuple(-a - b for a, b in zip(*rows, strict=True)) for rows in zip(taken, grown, strict=True))
-    delta = (taken, grown, left, tuple(tuple(-a for a in row) for row in taken))
+    delta = [taken, grown, left, tuple(tuple(-a for a in row) for row in taken)]
+    if moved:
+        away = _in_units(moved, unit)
+        delta += [((0,) * m,) * n, tuple(tuple(-a for a in row) for row in away), away]
     return {
-        "delta": delta,
+        "delta": tuple(delta),
         "static": tuple(int(value * unit) for value in static),
         "limit": limits and tuple(int(value * unit * (1 + MEMORY_TOLERANCE)) for value in limits),
     }
@@ -332,9 +350,10 @@ def _read_memory(
 
 def order_of(orders: Orders) -> Order:
     """The library's orders as the independent model has them."""
+    rows, offset = orders.entries()
     return tuple(
-        tuple((LETTERS.index(letter), stage, j) for stage, letter, j in orders.actions(rank))
-        for rank in range(orders.pp_degree)
+        tuple((letter, stage, j) for stage, letter, j in rows[begin:end].tolist())
+        for begin, end in pairwise(offset.tolist())
     )
 
 

@@ -16,9 +16,9 @@ from zbv_solver.problem.problem import Problem
 
 from benchmarks.soak import checks
 from benchmarks.soak.checks import Contradiction, Coverage
-from benchmarks.soak.draw import draw, number_source, paired_stages
+from benchmarks.soak.draw import copied_stages, draw, number_source, paired_stages
 from benchmarks.soak.optimum import enumerated, solved
-from benchmarks.soak.pipeline import ascending, read
+from benchmarks.soak.pipeline import D, F, I, O, R, W, ascending, read
 from benchmarks.soak.run import replay, soak, summary
 
 SEED = 7
@@ -106,6 +106,36 @@ def test_enumeration_and_cp_sat_agree_on_the_optimum(with_pairs: bool) -> None:
         assert abs(listed.value - found.value) <= listed.value * Fraction(1, 10**9)
         agreed += 1
     assert agreed > 5
+
+
+def test_problems_with_copies_have_optima_that_plans_reach_and_bounds_do_not_exceed() -> None:
+    coverage = Coverage()
+    for number in range(3):
+        chance = Random(f"copies/{number}")
+        document = copied_stages(chance, number_source(chance, "small integers"))
+        checks.check("copies, small integers", document, str(number), coverage)
+    assert coverage.exact.total() > 0
+    assert coverage.checks["independent optimum"] >= 3
+
+
+def test_copies_are_timed_as_documented() -> None:
+    """The copy out takes until 1 + 4, then D frees, and the copy in takes until 5 + 2: I begins there."""
+    document: dict[str, Any] = {
+        **{"pp_degree": 1, "microbatches": 1, "placement": "single", "objective": "makespan"},
+        "costs": {
+            **{"forward": [1.0], "backward_input": [3.0], "backward_weight": [5.0], "p2p": []},
+            **{"offload": [4.0], "reload": [2.0]},
+        },
+        "memory": {
+            **{"forward": [2.0], "backward_input": [-1.0], "static": [0.0], "limit": [2.0]},
+            "offloadable": [2.0],
+        },
+    }
+    order = (((F, 0, 0), (O, 0, 0), (D, 0, 0), (R, 0, 0), (I, 0, 0), (W, 0, 0)),)
+    pipeline = read(document)
+    assert pipeline.value(order) == 1 + 4 + 2 + 3 + 5
+    assert pipeline.fits(0, order[0])
+    assert solved(pipeline).value == 1 + 3 + 5
 
 
 def test_an_order_is_timed_as_documented() -> None:

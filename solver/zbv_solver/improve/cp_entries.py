@@ -257,8 +257,6 @@ class _Model:
             if copies.offloadable[stage] <= 0:
                 continue
             there = self.copied[cell] = self._literal()
-            for pair in (pair for (one, two, _), pair in self.pairs.items() if cell in (one, two)):
-                self.model.add_implication(there, pair.negated())
             ((away, back),) = self._steps(np.array([[copies.offload[stage], copies.reload[stage]]]))
             out, freed, taken, into = ((kind, *cell) for kind in (OUT, D, R, INTO))
             for key, length in ((out, away), (freed, 0), (taken, 0), (into, back)):

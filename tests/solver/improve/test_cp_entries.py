@@ -17,6 +17,7 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.cp_entries import refine_entries
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Objective, Problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.offload import CopySearch, serial_with_copies, without_needless_copies
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.timing.start_times import objective_of
@@ -132,6 +133,21 @@ def test_a_change_on_two_ranks_leads_to_the_best_copies() -> None:
     running.refine()
     plan = running.plan()
     assert plan.objective == plan.metrics.lower_bound == 60
+
+
+def test_what_an_action_of_a_pair_keeps_may_be_copied() -> None:
+    """An order takes 15.5, so a bound above that is wrong."""
+    costs = {
+        **{"forward": 1, "backward_input": [2, 1], "backward_weight": [1, 2], "offload": 1, "reload": 2},
+        **{"communication": {"forward": 1, "backward_input": 1, "backward": 3}, "pair_factor": 1.25},
+    }
+    memory = {"forward": [1, 0], "backward_input": 0, "backward_weight": [-1, 0], "static": 1, "limit": 2}
+    problem = parse_problem({"pp_degree": 1, "microbatches": 2, "costs": costs, "memory": memory})
+    result = refine_entries(problem, serial_with_copies(problem), effort=1)
+    assert result.orders is not None
+    verify_orders(problem, result.orders)
+    assert (result.lower_bound, result.proved) == (15.5, True)
+    assert objective_of(problem, result.orders) == 15.5
 
 
 def test_copies_that_an_order_does_not_need_are_dropped() -> None:

@@ -3,7 +3,7 @@
 Only the solver is the same as in :mod:`zbv_solver.improve.cp_model`. This model has a pair of literals for
 every two actions of a rank, B as a separate optional action, positions that keep actions without duration
 acyclic, and memory as a sum over preceding actions. With copies, D and R are optional actions without
-duration, and the copies themselves have starts of their own.
+duration, and every copy has a start, too.
 """
 
 from __future__ import annotations

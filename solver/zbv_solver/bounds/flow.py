@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from zbv_solver.bounds.pairs import pair_bound
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
-from zbv_solver.problem.problem import F, I, Problem, W
+from zbv_solver.problem.problem import F, I, O, Problem, R, W
 from zbv_solver.problem.stages import Copies, pair_duration
 
 Numbers = NDArray[np.float64]
@@ -134,7 +134,9 @@ class Programme:
         self.rooms: dict[int, int] = {}
         """The first of the rows with the room of a rank's steps. The room of its whole window follows."""
         self.flown: dict[Action, range] = {}
-        """The columns with how often an action has been done when a step ends."""
+        """The columns with how often an action has been done when a step ends; O and R are copies."""
+        self.run: dict[tuple[Action, ...], range] = {}
+        """The columns with how often an activity runs in a step."""
         for rank in windows:
             self._rank(rank)
         for before, after, lag in links(problem, windows):
@@ -160,6 +162,7 @@ class Programme:
         actions = list(itertools.product((F, I, W), self.problem.placement.stages_of[rank]))
         lengths = [each.duration / self.step for each in known]
         columns = [self._columns(min(m, 1 / length) if length else m) for length in lengths]
+        self.run |= {each.runs: own for each, own in zip(known, columns, strict=True)}
         self.rooms[rank] = len(self.rows)
         for step in range(self.steps):
             self._row([each[step] for each in columns], lengths, 0.0)
@@ -184,17 +187,18 @@ class Programme:
     def _copies(self, copies: Copies, stages: tuple[int, ...], free: float) -> list[tuple[range, float]]:
         """Columns with how often every stage has been copied out and in, and what memory they hold."""
         m, held = self.problem.microbatches, []
-        out, back = ([self._columns(m) for _ in stages] for _ in range(2))
-        for moved, times in ((out, copies.offload), (back, copies.reload)):
+        for letter, times in ((O, copies.offload), (R, copies.reload)):
+            self.flown |= {(letter, stage): self._columns(m) for stage in stages}
+            moved = [self.flown[letter, stage] for stage in stages]
             lengths = [times[stage] / self.step for stage in stages]
             for step in range(self.steps):
                 before = [done[step - 1] for done in moved] if step else []
                 sums = [*lengths, *(-length for length in lengths)]
                 self._row([*(done[step] for done in moved), *before], sums, 1.0)
-        for stage, gone, here in zip(stages, out, back, strict=True):
+        for stage in stages:
+            forward, inputs, gone, here = (self.flown[letter, stage] for letter in (F, I, O, R))
             amount = copies.offloadable[stage] / free
             held += [(gone, -amount), (here, amount)]
-            forward, inputs = self.flown[F, stage], self.flown[I, stage]
             for step in range(self.steps):
                 self._row([here[step], gone[step]], [1.0, -1.0], 0.0)
                 # What is on the host has had its F and not its I.

@@ -136,6 +136,12 @@ class CopySearch:
             fewest = without_needless_copies(self.problem, result.orders)
             self.keep(objective_of(self.problem, fewest), fewest, f"{method}, cp-sat")
 
+    def prove(self) -> None:
+        """Compute the thorough bound, last: with a good order, a part of it may be enough."""
+        if self.best is not None and self.options.effort != "quick" and not self.is_over():
+            bound = lower_bound(self.problem, "thorough", self.best[0], self.is_over)
+            self.bound = max(self.bound, bound.value)
+
     def anneal(self) -> None:
         """Anneal the best order with its copies."""
         if self.best is None or self.is_over():
@@ -198,6 +204,7 @@ def search_with_copies(
         verify_orders(problem, incumbent)
         running.keep(objective_of(problem, incumbent), incumbent, "resumed")
     running.run()
+    running.prove()
     return replace(running.plan(), baselines=compare(problem))
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.orders import paired_at_random, random_orders
-from support.problems import uniform, with_communication
+from support.orders import copied_at_random, paired_at_random, random_orders
+from support.problems import uniform, with_communication, with_copies
 from zbv_solver.bounds import lower_bound
 from zbv_solver.bounds.flow import Action, Programme, Window, activities
 from zbv_solver.errors import InvalidPlan
@@ -22,18 +22,19 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import B, I, Problem, W
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
-from zbv_solver.timing.start_times import Timing, evaluate
+from zbv_solver.timing.start_times import Timing, copy_times, evaluate
 
 TINY = 1e-6
 
 
 @settings(max_examples=300)
-@given(with_communication(), st.integers(0, 2**32))
+@given(with_communication() | with_copies(), st.integers(0, 2**32))
 def test_what_a_plan_runs_in_every_step_satisfies_all_rows(problem: Problem, seed: int) -> None:
     """Lemma 66: so no prices disprove the plan's objective."""
     assume(problem.pp_degree > 1)
     random = Random(seed)
-    orders = paired_at_random(random_orders(problem, random), random)
+    changed = paired_at_random if problem.copies is None else copied_at_random
+    orders = changed(random_orders(problem, random), random)
     try:
         timing = evaluate(problem, orders)
     except InvalidPlan:
@@ -63,28 +64,34 @@ def test_what_a_plan_runs_in_every_step_satisfies_all_rows(problem: Problem, see
 def solution(problem: Problem, programme: Programme, orders: Orders, timing: Timing) -> Any:
     """The columns of a plan: how much of every activity runs in a step, and of every action by its end."""
     found, ends = np.zeros(len(programme.most)), np.arange(1, programme.steps + 1) * programme.step
-    columns, duration, first = {}, {}, 0
-    for rank in programme.windows:
-        known = activities(problem, rank)
-        for activity in known:
-            columns[activity.runs] = slice(first, first + programme.steps)
-            duration[activity.runs] = activity.duration
-            first += programme.steps
-        first += 3 * problem.placement.chunks * programme.steps
+
+    def done(start: float, stop: float) -> Any:
+        length = stop - start
+        return ((ends - start) / length).clip(0.0, 1.0) if length > 0 else (ends >= start) * 1.0
+
+    duration = {
+        activity.runs: activity.duration
+        for rank in programme.windows
+        for activity in activities(problem, rank)
+    }
     for runs, begin, end in entries(orders, timing, programme):
         split = tuple(action for action in runs if action[0] != W)
         pieces = [(runs, begin, end)]
-        if runs not in columns:  # I and then W take as long as this B
+        if runs not in programme.run:  # I and then W take as long as this B
             weights = runs[-1:]
             middle = begin + duration[split]
             pieces = [(split, begin, middle), (weights, middle, middle + duration[weights])]
             assert pieces[-1][-1] <= end * (1 + TINY) + TINY
         for part, start, stop in pieces:
-            length = stop - start
-            done = ((ends - start) / length).clip(0.0, 1.0) if length > 0 else (ends >= start) * 1.0
-            found[columns[part]] += np.diff(done, prepend=0.0)
+            found[list(programme.run[part])] += np.diff(done(start, stop), prepend=0.0)
             for action in part:
-                found[list(programme.flown[action])] += done
+                found[list(programme.flown[action])] += done(start, stop)
+    if orders.copies is not None:
+        for (_, letter, stage, _), (start, stop) in zip(
+            orders.copies.tolist(), copy_times(problem, orders).tolist(), strict=True
+        ):
+            if (letter, stage) in programme.flown:  # where memory may bind
+                found[list(programme.flown[letter, stage])] += done(start, stop)
     return found
 
 

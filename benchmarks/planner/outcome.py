@@ -116,7 +116,7 @@ class Outcome:
     @property
     def contradicting(self) -> list[Standing]:
         """Peers with the problem's placement below our bound: one of the two is wrong."""
-        return self._below(True)
+        return [each for each in self._below(True) if not self.instance.peers[each.name].is_goal]
 
     @property
     def best(self) -> Standing | None:

@@ -38,6 +38,8 @@ class Peer(BaseModel):
     """In the problem's time unit; None if the peer failed."""
     fits: Annotated[bool, Field(strict=True)] | None = None
     """Whether its peak memory is within the problem's limit."""
+    is_goal: Annotated[bool, Field(strict=True)] = False
+    """Whether it is a plan for more memory, which plans come close to: no bound contradicts it."""
 
     def value(self, objective: Objective) -> float | None:
         """The metric that the instance's problem minimises."""

@@ -21,6 +21,6 @@ def suite(*entries: Document) -> Document:
     return {"instances": list(entries)}
 
 
-def peer(span: float | None, *, fits: bool | None = True, placement: str = "v") -> Document:
+def peer(span: float | None, *, fits: bool | None = True, placement: str = "v", **more: bool) -> Document:
     """The result of another planner."""
-    return {"placement": placement, "span": span, "makespan": span, "fits": fits}
+    return {"placement": placement, "span": span, "makespan": span, "fits": fits, **more}

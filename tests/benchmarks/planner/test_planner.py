@@ -82,6 +82,8 @@ BY_MAKESPAN = {"a": {"placement": "v", "span": 50, "makespan": 100, "fits": True
     (110, SINGLE, "no peer", None, [99], []),
     # Of the same placement, one below our bound contradicts it.
     (110, {"v": peer(95)}, "loss", 95, [], [95]),
+    # A goal, which has more memory, does not.
+    (110, {"v": peer(95, is_goal=True)}, "loss", 95, [], []),
 ])  # fmt: skip
 def test_a_plan_is_compared_with_its_best_contender(
     ours: float, peers: Any, verdict: str, best: float | None, below: list[float], contradicting: list[float]

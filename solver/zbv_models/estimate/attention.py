@@ -69,6 +69,11 @@ class Scores:
         again = 3 * keys + 2 * values if self.flash else 2 * (keys + values)
         return PerAction(keys + values, again, 0.0)
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a head's keys and values differ in width."""
+        return self.key_dim != self.value_dim
+
     def is_misaligned(self, shapes: Shapes) -> bool:
         """Whether heads of plain attention are not aligned: their width in bytes is no multiple of 16."""
         return not self.flash and any(
@@ -241,6 +246,7 @@ class Attention:
             core=self.scores.flops(shapes),
             is_flash=self.sees.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
+            is_uneven=self.scores.is_uneven,
             tensors=tuple(self.tensors(shapes)),
             moved=moved,
             modules=(self.scores.module(shapes),),

@@ -87,6 +87,12 @@ class Device(ConfigSection):
     attention_share: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
         1.0, description="rate of flash attention as a share of achieved_tflops"
     )
+    uneven_attention_share: Annotated[float, Field(strict=True, gt=0, le=1)] | None = Field(
+        None, description="the same where a head's keys and values differ in width; null: attention_share"
+    )
+    grouped_share: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
+        1.0, description="rate of products that run as one kernel, as those of experts, as a share of others"
+    )
     memory_bandwidth: Rate | None = Field(
         None, description="GB/s of norms, softmax and other memory traffic; null: it takes no time"
     )

@@ -113,6 +113,7 @@ class LatentAttention:
             core=self.scores.flops(shapes),
             is_flash=self.sees.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
+            is_uneven=self.scores.is_uneven,
             tensors=tuple(self.tensors(shapes)),
             moved=around(shapes) + norms + joined + gated + self.scores.traffic(shapes),
             modules=(

@@ -201,6 +201,8 @@ class Part:
     """Whether flash attention computes the core."""
     is_misaligned: bool = False
     """Whether rows of the core's operands do not start at multiples of 16 bytes."""
+    is_uneven: bool = False
+    """Whether a head's keys and values differ in width."""
     linears: tuple[Linear, ...] = ()
     """Its linear layers in torchtitan's order, without the router and routed experts."""
     saved: int | None = None

@@ -126,7 +126,8 @@ def core_times(part: Part, device: Device) -> PerAction:
     core = part.core
     if not core.forward:
         return core
-    share = device.attention_share if part.is_flash else 1.0
+    uneven = device.uneven_attention_share if part.is_uneven else None
+    share = (uneven or device.attention_share) if part.is_flash else 1.0
     if part.is_misaligned and device.kernel_latency is not None:
         share = MISALIGNED_SHARE
     rate = device.achieved_tflops * TERA / MICROSECONDS * share
@@ -157,7 +158,8 @@ def product_times(product: Product, stream: Stream, device: Device, accumulated:
     ``wgrad_gemm_accum_fp32``); otherwise it writes a value of the stream's type.
     """
     dtype = stream.product_dtype if product.is_narrow else None
-    operations = product.flops * MICROSECONDS / (device.rate(dtype) * TERA)
+    share = device.grouped_share if product.groups > 1 else 1.0
+    operations = product.flops * MICROSECONDS / (device.rate(dtype) * share * TERA)
     if device.kernel_latency is None and dtype is None:
         return product.of_actions.scaled(operations)
     wide, groups = stream.dtype_bytes, product.groups

@@ -153,7 +153,8 @@ def test_every_preset_names_its_source_and_is_valid(name: str) -> None:
     if "achieved_tflops" in device:
         assert device["achieved_tflops"] < device["peak_tflops"]
     if "kernel_latency" in device:  # the constants of the curve; the rates are those of the data sheet
-        attention = times.ULTRA_ATTENTION_SHARE if name in ("b300", "gb300") else times.ATTENTION_SHARE
+        ultra = dict.fromkeys(("b300", "gb300"), times.ULTRA_ATTENTION_SHARE)
+        attention = {**ultra, "mi300x": 0.61}.get(name, times.ATTENTION_SHARE)
         assert (device["kernel_latency"], device["attention_share"]) == (times.KERNEL_LATENCY, attention)
         assert (device["tensor_parallel_latency"], device["tensor_parallel_step_latency"]) == (8.4, 3.4)
         assert device["processors"] > 50

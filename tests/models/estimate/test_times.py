@@ -16,7 +16,7 @@ from zbv_models.estimate.part import Product
 from zbv_models.estimate.sections import preset
 from zbv_models.estimate.shapes import PerAction, Stream
 from zbv_models.estimate.states import StateBytes, StaticBytes, by_zero
-from zbv_models.estimate.times import SUSTAINED_SHARE, filled_share, product_times
+from zbv_models.estimate.times import SUSTAINED_SHARE, core_times, filled_share, product_times
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
@@ -33,6 +33,16 @@ MEASURED = [
 ]  # fmt: skip
 """Products of H100 in bfloat16: how many at once, rows, columns, depth, TFLOP/s (openxla/xla,
 xla/service/gpu/model/matmul_interpolator_data.h, sm_90)."""
+
+MI300X = Device.model_validate(preset("mi300x").device)
+GROUPED = [
+    (8, 2048, 4096, 7168, 1.88, 4.70), (8, 8192, 7168, 2048, 3.72, 8.34), (32, 2048, 7168, 2048, 3.94, 10.01),
+    (32, 8192, 4096, 7168, 29.96, 69.36), (4, 2048, 4096, 4096, 0.54, 1.47),
+    (4, 8192, 8192, 4096, 4.17, 9.57), (16, 2048, 8192, 4096, 4.28, 11.02),
+    (16, 8192, 4096, 4096, 8.39, 20.17),
+]  # fmt: skip
+"""Products of experts on MI300X in bfloat16: how many at once, rows, columns, depth, ms of F and of the
+backward, which also adds both gradients (AMD-AGI/Primus-Turbo@221d75f1, output/baseline_grouped_gemm.csv)."""
 
 
 def layers(config: EstimateConfig, **device: Any) -> dict[str, LayerEstimate]:
@@ -59,6 +69,23 @@ def test_products_of_all_sizes_have_the_measured_rates() -> None:
         errors.append(abs(math.log(found / measured)))
     assert sum(errors) / len(errors) < 0.1
     assert max(errors) < 0.3
+
+
+@pytest.mark.parametrize(("groups", "rows", "n_out", "n_in", "forward", "backward"), GROUPED)
+def test_products_of_experts_have_the_measured_rates(
+    groups: int, rows: int, n_out: int, n_in: int, forward: float, backward: float
+) -> None:
+    found = product_times(Product(rows, n_in, n_out, groups), Stream(1), MI300X).total
+    added = MI300X.streaming(3 * 2 * groups * n_in * (rows + n_out))
+    assert (found + added) / 1000 == pytest.approx(forward + backward, rel=0.1)
+
+
+def test_products_that_run_as_one_kernel_have_a_share_of_the_rate() -> None:
+    one, two = (product_times(Product(4096, 4096, 4096, count), Stream(1), FAST) for count in (1, 2))
+    slow = product_times(
+        Product(4096, 4096, 4096, 2), Stream(1), FAST.model_copy(update={"grouped_share": 0.5})
+    )
+    assert slow.forward - 6 == pytest.approx(2 * (two.forward - 6)) == pytest.approx(4 * (one.forward - 6))
 
 
 @pytest.mark.parametrize("device", [None, "a100"])
@@ -120,6 +147,21 @@ def test_flash_attention_has_a_share_of_the_rate_and_launches_that_wait_lengthen
     longer = as_tuple(waiting.plain.times + block.plain.times.scaled(-1))
     assert longer == pytest.approx((2 * 20, 2 * 20, 2 * 10))  # two halves
     assert waiting.shares.launches == pytest.approx(2 * 50)
+
+
+def test_heads_whose_keys_and_values_differ_may_be_slower() -> None:
+    """MI300X takes 18.96 ms for F and I of 128 heads and 4096 tokens (baseline_attention.csv, row 61)."""
+    latent = preset_config("deepseek-v3")
+    for config, is_uneven in ((latent, True), (preset_config("llama-3.1-8b"), False)):
+        part = parts(config.model)["attention"]
+        assert part.is_uneven is is_uneven
+        slow, fast = (
+            core_times(part, MI300X.model_copy(update={"uneven_attention_share": share})).forward - 6
+            for share in (0.305, None)
+        )
+        assert slow / fast == pytest.approx(2.0 if is_uneven else 1.0)
+    found = core_times(parts(latent.model)["attention"], MI300X).total / 1000
+    assert found == pytest.approx(1.73 + 17.23, rel=0.02)
 
 
 def test_misaligned_heads_are_slow_in_plain_attention_only() -> None:

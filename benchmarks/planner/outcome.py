@@ -125,6 +125,12 @@ class Outcome:
         return next((standing for standing in self._standings if standing not in below), None)
 
     @property
+    def ratios(self) -> dict[str, float]:
+        """Our value / that of every peer that fits, of those where it is finite and not 0."""
+        found = {each.name: self.value / each.value for each in self._standings if each.value > 0}
+        return {name: ratio for name, ratio in found.items() if 0 < ratio < math.inf}
+
+    @property
     def ratio(self) -> float | None:
         """Our value / the best contender's; None without a contender, or if its value is 0."""
         return self.value / self.best.value if self.best is not None and self.best.value > 0 else None
@@ -210,6 +216,8 @@ class Tally:
     no_peer: int
     ratio: float | None
     """Geometric mean of value / the best contender's value, over the instances with a contender."""
+    by_peer: dict[str, float]
+    """The same for every peer that fits on all instances."""
     below_bound: int
     """Instances with a fitting peer with another placement below our bound."""
     contradicted: int
@@ -226,6 +234,10 @@ def tally(outcomes: Sequence[Outcome]) -> Tally:
     gaps = [(o.gap, o.instance.name) for o in outcomes if math.isfinite(o.gap)]
     worst, name = max(gaps, default=(None, None))
     ratios = [o.ratio for o in outcomes if o.ratio is not None and 0 < o.ratio < math.inf]
+    by_peer: dict[str, list[float]] = {}
+    for each in outcomes:
+        for peer, ratio in each.ratios.items():
+            by_peer.setdefault(peer, []).append(ratio)
     return Tally(
         instances=len(outcomes),
         infeasible=sum(o.infeasible is not None for o in outcomes),
@@ -238,6 +250,9 @@ def tally(outcomes: Sequence[Outcome]) -> Tally:
         losses=verdicts["loss"],
         no_peer=verdicts["no peer"],
         ratio=geometric_mean(ratios) if ratios else None,
+        by_peer={
+            peer: geometric_mean(found) for peer, found in by_peer.items() if len(found) == len(outcomes)
+        },
         below_bound=sum(bool(o.below_bound) for o in outcomes),
         contradicted=sum(bool(o.contradicting) for o in outcomes),
         reached=sum(o.is_reached for o in outcomes),

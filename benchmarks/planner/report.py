@@ -136,6 +136,9 @@ def summary(total: Tally) -> str:
             f"against the best peer: win {total.wins}, tie {total.ties}, loss {total.losses}, "
             f"no peer {total.no_peer}{ratio}"
         )
+    if len(total.by_peer) > 1:
+        means = ", ".join(f"{peer} {ratio:.4f}" for peer, ratio in total.by_peer.items())
+        lines.append(f"value / every peer that all instances have (geometric means): {means}")
     if total.below_bound:
         lines.append(f"peers of other placements below the bound: on {total.below_bound} instances")
     if total.contradicted:

@@ -33,7 +33,7 @@ With twice as many, a bound is up to 0.7 % higher and takes five times as long."
 SAFETY = 1e-7
 """Share by which a bound is lower than what is proved: rounding of times to steps."""
 MOST = 1.08
-"""Objectives of more than so many times the known bound are not tried."""
+"""The largest objective that is tried, as a multiple of the known bound."""
 LATEST = 0.5
 """Share of the bound by which the last rank may start later than it could; see Lemma 60 for later ones."""
 CLOSE = 0.001

@@ -18,7 +18,7 @@ def pair_bounds(problem: Problem) -> list[float]:
 
 
 def pair_bound(problem: Problem, rank: int, later: float = 0.0) -> float:
-    """The same of one rank, whose first backward starts by ``later`` later than it could: Lemma 66."""
+    """The bound of one rank whose first backward is delayed by ``later``: Lemmas 60 and 66."""
     arrays, count = problem.arrays, problem.arrays.count
     forward, inputs, weights, fused = arrays.duration
     saved = forward - problem.with_forwards_shortened().arrays.duration[F]

@@ -24,6 +24,7 @@ from zbv_solver.construct.classical import (
     dualpipe_v,
     eager_1f1b,
     gpipe,
+    grouped_interleaved,
     interleaved_1f1b,
     one_f_one_b,
     overlapped_1f1b,
@@ -62,10 +63,11 @@ BASELINES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", *_V)
 INTERLEAVED_OVERLAP = "interleaved-1f1b-overlap"
 OVERLAPPED = ("1f1b-overlap", INTERLEAVED_OVERLAP)
 """Those of Megatron-Core for problems with pairs."""
-OFFLOADED = {"pipeoffload-half": 0.5, "pipeoffload-full": 1.0}
+GROUPED = "pipeoffload-selective"
+OFFLOADED = {"pipeoffload-half": 0.5, "pipeoffload-full": 1.0, GROUPED: 0.5}
 """Interleaved 1F1B with copies to the host: the share of a rank's stages that is copied. Those of the first
 chunks come first, because microbatches are away from them the longest (PipeOffload, Wan et al. 2025, arXiv
-2503.01328, section 3)."""
+2503.01328, section 3); the last one has its order in smaller groups, too."""
 PRACTICE = "-practice"
 DYNAPIPE = "dynapipe"
 MANY = 20
@@ -123,6 +125,8 @@ def order_of(name: str, placement: Placement, m: int) -> Orders:
     method, p = name.removesuffix(PRACTICE), placement.pp_degree
     if method in _V:
         return Orders.of_rows([np.asarray(rows, dtype=np.int32) for rows in _V[method](p, m)])
+    if method == GROUPED:
+        return Orders.of_rows([grouped_interleaved(rank, p, m, placement.chunks) for rank in range(p)])
     if method in (INTERLEAVED, INTERLEAVED_OVERLAP, *OFFLOADED):
         chunks, more = placement.chunks, int(method == INTERLEAVED_OVERLAP)
         return Orders.of_rows([interleaved_1f1b(rank, p, m, chunks, more=more) for rank in range(p)])

@@ -70,6 +70,25 @@ def interleaved_1f1b(rank: int, p: int, m: int, chunks: int, group: int | None =
     return _in_turns(_alternate(rank, warm_up, chunks * m), bounds, chunks, p)
 
 
+def grouped_interleaved(rank: int, p: int, m: int, chunks: int) -> Rows:
+    """Interleaved 1F1B in groups of about p / 2 microbatches, which holds about half as much memory.
+
+    A microbatch has its F on rank r and chunk c in slot 3 g c + r, with g = p / 2, rounded up. Its I's take
+    one slot in three on their way back, and W's follow them. A microbatch begins every 3 ``chunks`` slots.
+    Where chunks would share a slot, later ones have theirs a round later (Wan et al. 2025, arXiv 2503.01328;
+    ``group_interleaved_1f1b.py`` of sail-sg/zero-bubble, with groups of one).
+    """
+    group, chunk, microbatch = (p + 1) // 2, np.arange(chunks)[:, None], np.arange(m)
+    later = 3 * (group * chunk + chunk // (chunks // np.gcd(chunks, group)) + chunks * microbatch)
+    forward = later + rank
+    inputs = forward[-1, 0] + 3 * (p - 1 - rank) + 1 + later
+    rows = np.empty((3, chunks, m, 3), dtype=np.int32)
+    rows[..., 2] = microbatch
+    for at, (letter, on) in enumerate(((F, chunk), (I, chunks - 1 - chunk), (W, chunks - 1 - chunk))):
+        rows[at, ..., 0], rows[at, ..., 1] = on * p + rank, letter
+    return rows.reshape(-1, 3)[np.argsort(np.stack([forward, inputs, inputs + 1]).ravel())]
+
+
 def interleaved_zb_h1(rank: int, p: int, m: int, chunks: int) -> Rows:
     """ZB-H1 with chunks in turns as in :func:`interleaved_1f1b`: PyTorch's ``InterleavedZeroBubble``."""
     bounds = equal_rounds(p, m)

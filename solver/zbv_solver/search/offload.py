@@ -1,18 +1,20 @@
-"""The search with copies to the host: orders for several amounts of memory, and copies that make them fit.
+"""The search with copies to the host: orders for the memory that copies free, and copies that make them fit.
 
-An order for more memory is shorter, and needs more copies; which amount is best depends on the engines. So
-quick searches try several, and order and copies of the best one are then annealed together.
+What is on the host takes no memory, but activations on their way do, and what a W waits with cannot move. How
+much can be away depends on the engines: an order for more of it is shorter, and needs more copies. So orders
+are constructed for several shares, and the best ones are then annealed together with their copies.
 
 Annealing knows no pairs. So a problem that has them is first searched without them; then come orders with
-pairs, for more memory and for the problem's own limit, and copies that make them fit.
+pairs, for the memory that copies free and for the problem's own limit, and copies that make them fit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from itertools import repeat
+from operator import itemgetter, sub
 
 import numpy as np
 
@@ -32,12 +34,20 @@ from zbv_solver.search.run import Search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
-SHARES = (1.0, 0.7, 0.0)
-"""Memory for which orders are searched, as shares of what 1F1B needs; the last is the problem's limit."""
-WITH_PAIRS = (1.5, *SHARES)
-"""The same for orders with pairs, which hold more microbatches."""
+SHARES = tuple(number / 8 for number in range(8, -1, -1))
+"""How much of what copies can move is away at any time."""
+ON_THE_WAY = (1, 2, 0)
+"""Activations for whose copies a rank keeps room."""
+CONSTRUCTED = ("tune", "inject", "overtake", "anneal")
+"""Phases that are left out for orders without pairs: annealing with copies does their work."""
 ROUNDS = 10
 """Rounds of annealing; between two of them the search may end."""
+FIRST_LOOK, BEST_STARTS = 1 / 3, 2
+"""The share of annealing for all starts, and the number of the best ones that share the rest."""
+ANNEALED = ", annealed"
+
+Start = tuple[float, Orders, str]
+"""The objective of an order with copies, the order, and the method that found it."""
 
 
 class CopySearch:
@@ -54,17 +64,9 @@ class CopySearch:
         self.on_progress, self.cancelled = on_progress, cancelled
         self.began = time.monotonic()
         self.bound = lower_bound(problem).value
-        self.best: tuple[float, Orders, str] | None = None
+        self.best: Start | None = None
         self.reason: str | None = None
         """Why the search ended early: ``cancelled`` or ``time limit``; None if it did not."""
-
-    def try_orders(self, orders: Orders, method: str) -> float | None:
-        """Find the copies of an order; returns the objective, or None if no copies keep the limit."""
-        made = plan_copies(self.problem, orders)
-        if made is None:
-            return None
-        self.keep(*made, method)
-        return made[0]
 
     def keep(self, value: float, orders: Orders, method: str) -> None:
         """Keep an order if it is the best so far, or has fewer copies than an equal one."""
@@ -92,20 +94,38 @@ class CopySearch:
         return self.reason is not None
 
     def run(self) -> None:
-        """Try orders for several amounts of memory, and anneal the best one."""
+        """Construct orders for the memory that copies free, and anneal the best ones."""
         first = serial_with_copies(self.problem)
         self.keep(objective_of(self.problem, first), first, "one microbatch after another, with copies")
-        if self.problem.communication is not None:
-            self.begin_without_pairs()
-        limits = list(_limits(self.problem))
-        for number, limit in enumerate(limits):
-            if self.is_over():
-                return
-            plan = self._search(limit, 1 / (2 * len(limits) - number))
-            self.try_orders(plan.orders, f"{plan.provenance.method}, with copies")
         if self.problem.communication is None:
-            self.anneal()
+            self.anneal(
+                [start for start in map(self.construct, _families(self.problem)) if start is not None]
+            )
+        else:
+            self.begin_without_pairs()
+            self.construct([self.problem.without_copies()])
+            self.construct(next(_families(self.problem)))
         self.refine()
+
+    def construct(self, family: Sequence[Problem]) -> Start | None:
+        """The best order with copies, of one for each problem without them; None without any.
+
+        Orders of later problems are longer, and need fewer copies.
+        """
+        best: Start | None = None
+        for number, alone in enumerate(family):
+            if self.is_over():
+                break
+            plan = self._search(alone, 1 / (len(family) - number + 1))
+            method = f"{plan.provenance.method}, with copies"
+            made = plan_copies(self.problem, plan.orders)
+            if made is not None:
+                self.keep(*made, method)
+            if made is not None and (best is None or made[0] < best[0]):
+                best = (*made, method)
+            if best is not None and plan.objective >= best[0]:
+                break
+        return best
 
     def begin_without_pairs(self) -> None:
         """Keep the best order without pairs, found in half of the time."""
@@ -142,29 +162,41 @@ class CopySearch:
             bound = lower_bound(self.problem, "thorough", self.best[0], self.is_over)
             self.bound = max(self.bound, bound.value)
 
-    def anneal(self) -> None:
-        """Anneal the best order with its copies."""
-        if self.best is None or self.is_over():
-            return
-        _, orders, method = self.best
-        moves = budgets_of(self.options.effort, self.problem)[-1].copied // (len(orders) * ROUNDS)
-        annealing = anneal_copies(self.problem, orders, rounds=ROUNDS, moves=moves, seed=self.options.seed)
-        for value, annealed in annealing:
-            self.keep(value, annealed, f"{method}, annealed")
-            if self.is_over():
-                return
+    def anneal(self, starts: list[Start]) -> None:
+        """Anneal orders with their copies: all of them for a short time, and the best ones for longer."""
+        actions = budgets_of(self.options.effort, self.problem)[-1].copied
+        different = list({start[0]: start for start in starts}.values())
+        for share, number in ((FIRST_LOOK, len(different)), (1 - FIRST_LOOK, BEST_STARTS)):
+            rivals = sorted(different, key=itemgetter(0))[:number]
+            different = [self._annealed(start, int(share * actions / len(rivals))) for start in rivals]
 
-    def _search(self, limit: tuple[float, ...], share: float) -> Plan:
-        """An order without copies for a memory limit, in a share of the time that is left.
+    def _annealed(self, start: Start, actions: int) -> Start:
+        """A start after annealing that executes so many actions, or itself if it is no longer."""
+        _, orders, method = best = start
+        annealing = anneal_copies(
+            self.problem,
+            orders,
+            rounds=ROUNDS,
+            moves=actions // (len(orders) * ROUNDS),
+            seed=self.options.seed,
+        )
+        while not self.is_over() and (found := next(annealing, None)) is not None:
+            best = min(best, (*found, f"{method.removesuffix(ANNEALED)}{ANNEALED}"), key=itemgetter(0))
+            self.keep(*best)
+        return best
+
+    def _search(self, alone: Problem, share: float) -> Plan:
+        """An order without copies, in a share of the time that is left.
 
         With pairs, the problem's own limit has the full effort, unless the bound there rules it out: so the
         plan is never longer than that of the same search without copies.
         """
-        alone, options = _at_limit(self.problem, limit), replace(self.options, effort="quick")
+        has_pairs = alone.communication is not None
+        options = replace(self.options, effort="quick", without=() if has_pairs else CONSTRUCTED)
         if (
             self.best is not None
-            and self.problem.communication is not None
-            and limit == self.problem.memory.limit
+            and has_pairs
+            and alone.memory == self.problem.memory
             and lower_bound(alone).value < self.best[0]
         ):
             options = self.options
@@ -246,23 +278,38 @@ def _copies(orders: Orders) -> int:
     return 0 if orders.copies is None else len(orders.copies)
 
 
+def _families(problem: Problem) -> Iterator[list[Problem]]:
+    """Problems without copies whose orders copies may make fit, each list from the freest to the tightest."""
+    for on_the_way in ON_THE_WAY:
+        yield [_freed(problem, share, on_the_way) for share in SHARES]
+    yield [_full(problem)]
+
+
+def _freed(problem: Problem, share: float, on_the_way: int) -> Problem:
+    """The problem without copies, if a share of what they move took no memory until its backward.
+
+    What a backward leaves to its W takes memory again. The limit is lower by some activations on their way.
+    """
+    if problem.copies is None:
+        return problem
+    memory, moved = problem.memory, np.array(problem.copies.offloadable)
+    held = tuple((np.array(memory.forward) - share * moved).tolist())
+    by_inputs = tuple((np.array(memory.backward_input) + share * moved).tolist())
+    room = [on_the_way * float(moved[list(stages)].max()) for stages in problem.placement.stages_of]
+    freed = replace(memory, forward=held, backward_input=by_inputs, limit=None)
+    alone = replace(problem.without_copies(), memory=freed, model=None)
+    limits = map(sub, memory.limit or repeat(np.inf), room)
+    return _at_limit(alone, tuple(map(max, limits, alone.smallest_limit)))
+
+
 def _at_limit(problem: Problem, limit: tuple[float, ...] | None) -> Problem:
     """The problem without copies, with another memory limit."""
     return replace(problem.without_copies(), memory=replace(problem.memory, limit=limit))
 
 
-def _limits(problem: Problem) -> Iterator[tuple[float, ...]]:
-    """Memory limits for orders that copies make fit: from what 1F1B needs down to the problem's own limit."""
-    own, static = problem.memory.limit, problem.memory.static
-    needed = problem.without_copies().smallest_limit
+def _full(problem: Problem) -> Problem:
+    """The problem without copies in the memory of 1F1B, if that is more than its own."""
+    least, static = problem.without_copies().smallest_limit, problem.memory.static
     in_flight = min(problem.pp_degree, problem.microbatches)
-    full = [in_flight * (least - held) for least, held in zip(needed, static, strict=True)]
-    seen = set()
-    for share in SHARES if problem.communication is None else WITH_PAIRS:
-        limit = tuple(
-            max(mine, least, held + share * most)
-            for mine, least, held, most in zip(own or needed, needed, static, full, strict=True)
-        )
-        if limit not in seen:
-            seen.add(limit)
-            yield limit
+    full = (held + in_flight * (one - held) for one, held in zip(least, static, strict=True))
+    return _at_limit(problem, tuple(map(max, full, least, problem.memory.limit or least)))

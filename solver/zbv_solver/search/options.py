@@ -59,7 +59,7 @@ class Budget:
     most_annealed: int
     """Moves of annealing."""
     copied: int
-    """Actions that the annealing of an order with copies may execute."""
+    """Actions that the annealing of orders with copies may execute."""
     window_actions: int
     """Largest problem, in actions, that CP-SAT improves window by window."""
     window_time: float
@@ -95,7 +95,7 @@ BUDGETS: dict[str, Budget] = {
         most_tuned=8_000,
         annealed=400_000_000,
         most_annealed=100_000,
-        copied=150_000_000,
+        copied=240_000_000,
         window_actions=3_000,
         window_time=0.5,
         exact_actions=200,
@@ -110,7 +110,7 @@ BUDGETS: dict[str, Budget] = {
         most_tuned=80_000,
         annealed=1_500_000_000,
         most_annealed=1_000_000,
-        copied=600_000_000,
+        copied=1_000_000_000,
         window_actions=30_000,
         window_time=2.0,
         exact_actions=800,

@@ -23,6 +23,7 @@ from support.problems import (
 from zbv_solver.construct import baselines
 from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, cyclic
 from zbv_solver.construct.board import Board, place, stays_safe
+from zbv_solver.construct.classical import grouped_interleaved, interleaved_1f1b
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
@@ -30,6 +31,7 @@ from zbv_solver.construct.rules import EntryRule, changed, entry_rule, mountain,
 from zbv_solver.construct.tables import make_tables, sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.overtaking_search import only
+from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, I, Problem, W
 from zbv_solver.search.assemble import baseline_plan, compare
 from zbv_solver.timing.start_times import earliest_start_values, evaluate, objective_of
@@ -203,11 +205,27 @@ def test_with_copies_pipeoffload_needs_less_memory_and_hardly_more_time() -> Non
     memory = {"forward": 2, "backward_input": -1, "backward_weight": -1}
     problem = uniform(4, 16, costs=costs, memory=memory)
     rows = {row.name: row for row in compare(problem)}
-    plain, half, full = (rows[name] for name in ("interleaved-1f1b", "pipeoffload-half", "pipeoffload-full"))
+    plain, half, full, selective = (rows[name] for name in ("interleaved-1f1b", *baselines.OFFLOADED))
     assert max(full.peak_memory) < max(half.peak_memory) < 0.7 * max(plain.peak_memory)
-    assert plain.span <= half.span <= full.span <= 1.05 * plain.span
+    assert max(selective.peak_memory) <= 0.5 * max(half.peak_memory)
+    assert plain.span <= half.span <= full.span <= selective.span <= 1.05 * plain.span
     assert "pipeoffload-half" not in baseline_names(uniform(4, 16, costs=costs, placement="single"))
-    assert set(rows) - set(baseline_names(problem.without_copies())) == {half.name, full.name}
+    assert set(rows) - set(baseline_names(problem.without_copies())) == set(baselines.OFFLOADED)
+
+
+@pytest.mark.parametrize(("p", "chunks"), [(2, 2), (4, 2), (4, 3), (5, 2), (8, 4), (16, 2)])
+def test_interleaved_1f1b_in_smaller_groups_holds_about_half(p: int, chunks: int) -> None:
+    """Equal durations and no transfers, for which its slots are made."""
+    m = 4 * p
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1, "p2p": 0}
+    memory = {"forward": 1, "backward_input": 0, "backward_weight": -1}
+    problem = uniform(p, m, costs=costs, memory=memory, placement="loop", chunks=chunks)
+    usual, grouped = (
+        evaluate(problem, Orders.of_rows([order(rank, p, m, chunks) for rank in range(p)]))
+        for order in (interleaved_1f1b, grouped_interleaved)
+    )
+    assert max(grouped.peak_memory) <= 0.5 * max(usual.peak_memory) + chunks + 1
+    assert grouped.makespan <= 1.05 * usual.makespan
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 4), (4, 8), (4, 32), (8, 16), (16, 64), (32, 64)])

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.orders import copied_at_random, random_orders
-from support.problems import with_copies
+from support.problems import uniform, with_copies
+from zbv_solver.construct.baselines import OFFLOADED
 from zbv_solver.improve.copied_order import Costs, Lists, Run, execute
 from zbv_solver.improve.copy_search import anneal_copies
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, I, Problem, W
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.assemble import compare
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, objective_of
@@ -113,3 +115,16 @@ def test_where_memory_holds_two_activations_the_order_is_the_best_one() -> None:
     memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 4}
     document = {"pp_degree": 2, "microbatches": 4, "costs": costs, "memory": memory}
     assert search(parse_problem(document), SearchOptions("standard")).objective == 73
+
+
+@pytest.mark.parametrize("p", [8, 16])
+@pytest.mark.parametrize("copying", [12, 24])
+def test_a_plan_is_shorter_than_fixed_rules_in_the_same_memory(p: int, copying: int) -> None:
+    """However little memory a rule for copies needs, even a quick search knows what copies free."""
+    costs = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1, "offload": copying}
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1}
+    rules = {row.name: row for row in compare(uniform(p, 4 * p, costs=costs, memory=memory))}
+    for name in OFFLOADED:
+        limit = max(rules[name].peak_memory)
+        problem = uniform(p, 4 * p, costs=costs, memory=memory | {"limit": limit})
+        assert search(problem, SearchOptions(effort="quick")).metrics.span < rules[name].span

@@ -155,7 +155,7 @@ def first_plan(
         relaxed = problem.relaxed
         bound = least_worst_load(relaxed, CutTables.of(relaxed)) * problem.microbatches
         quickly = _quick_planner(cancelled, workers, useless)
-        return plan_with_copies(problem, bound, quickly, quickly, cancelled=cancelled)
+        return plan_with_copies(problem, bound, quickly, quickly, cancelled=cancelled, useless=useless)
     own = OwnUnit.of(problem)
     options = SearchOptions("quick", without=PHASES, workers=workers)
     search = _LayersSearch(own.problem, options, None, cancelled, is_first=True)

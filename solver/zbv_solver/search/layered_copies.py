@@ -1,7 +1,7 @@
 """Layers with copies to the host: cuts for several amounts of memory, and copies that make their orders fit.
 
-What copies move leaves room on the device, as if layers kept less. So layers that keep a share of what they
-do are planned without copies (:func:`with_less`), and copies make the orders fit.
+What copies move takes no memory of the device until its backward. So layers whose F's keep a share of what
+they do are planned without copies (:func:`with_less`), and copies make the orders fit.
 The best one is searched on with its copies (:mod:`zbv_solver.search.offload`).
 """
 
@@ -24,15 +24,14 @@ from zbv_solver.plans.plan import CutCertificate, Plan, certify, gap_of
 from zbv_solver.problem.layer import LayerCosts, LayerMemory
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, require_same_problem
-from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
-from zbv_solver.search.offload import search_with_copies, serial_with_copies
+from zbv_solver.search.offload import first_with_copies, search_with_copies, serial_with_copies
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.timing.start_times import objective_of
 
-KEPT = (0.85, 0.7, 0.5)
-"""Shares of what layers keep for which cuts and orders are planned. With less, orders are shorter, but
-more must be copied, so the best share depends on the speed of copies."""
+KEPT = (0.0, 0.25, 0.5, 0.75)
+"""Shares of what F's keep for which cuts and orders are planned. With less, orders are shorter, but more must
+be copied, so the best share depends on the speed of copies."""
 ALONE_SHARE = 0.25
 """Share of a time limit for a plan without copies. Half of the limit is for the search on the best cut."""
 
@@ -50,7 +49,7 @@ class Entrant:
 
 
 def with_less(problem: LayeredProblem, is_quick: bool) -> Iterator[LayeredProblem]:
-    """Problems without copies whose orders copies may make fit, because layers keep less.
+    """Problems without copies whose orders copies may make fit, from the freest to the tightest.
 
     A copy moves what a stage keeps as a whole, so small stages need less room: besides the placement that is
     best without copies, V is planned, if there is time.
@@ -71,6 +70,7 @@ def plan_with_copies(
     on_progress: OnProgress | None = None,
     cancelled: Cancelled | None = None,
     incumbent: Plan | None = None,
+    useless: float = np.inf,
 ) -> Plan:
     """A verified plan of layers with copies.
 
@@ -86,6 +86,8 @@ def plan_with_copies(
         Of the search on the best cut; None leaves it out.
     on_progress, cancelled, incumbent
         As in :func:`zbv_solver.search.layered.plan_layers`.
+    useless
+        As in :func:`zbv_solver.search.layered.first_plan`.
 
     Raises
     ------
@@ -101,10 +103,10 @@ def plan_with_copies(
         is_late = limit is not None and time.monotonic() - began > limit
         return is_late or (cancelled is not None and cancelled())
 
-    best = _best_cut(problem, bound, quickly, plan, report, is_over, incumbent)
+    best = _best_cut(problem, bound, quickly, plan, report, is_over, incumbent, useless)
     has_left_out = best.value > bound and is_over()
     if options is None:
-        made = make_plan(best.problem, best.orders, method=best.method)
+        made = first_with_copies(best.problem, best.orders, best.method, is_over)
     else:
         made = search_with_copies(best.problem, options, report, cancelled, best.orders)
     extra = dict(made.provenance.extra)
@@ -126,24 +128,25 @@ def _best_cut(
     report: OnProgress | None,
     is_over: Cancelled,
     incumbent: Plan | None,
+    useless: float,
 ) -> Entrant:
     """The best order with copies, of all cuts that are tried; raises :class:`InfeasibleMemory`."""
     best = None if incumbent is None else _of_incumbent(problem, incumbent)
-    tried = [
-        (plan, keeping(problem, 1.0)),
-        *((quickly, less) for less in with_less(problem, plan is quickly)),
-    ]
-    for planner, alone in tried:
+    less = with_less(problem, plan is quickly)
+    for planner, layers in ((plan, keeping(problem, 1.0)), *((quickly, each) for each in less)):
         if best is not None and (best.value <= bound or is_over()):
             break
         try:
-            found = _fitted(problem, planner(alone), is_over)
+            planned = planner(layers)
+            found = _fitted(problem, planned, is_over)
         except InfeasibleMemory:
             continue
         if best is None or found.value < best.value:
             best = found
             if report is not None:
                 report(Progress(best.value, bound, 0.0, best.method, 0.0, best.orders, best.problem))
+        if layers.model is not problem.model and planned.objective >= min(best.value, useless):
+            break  # with less memory freed, orders are even longer
     return best or _leanest(problem)
 
 
@@ -172,13 +175,19 @@ def _leanest(problem: LayeredProblem) -> Entrant:
 
 
 def keeping(problem: LayeredProblem, share: float) -> LayeredProblem:
-    """The layers without copies, if they kept a share of what they do."""
+    """The layers without copies, if their F's kept a share of what they do until the backward.
+
+    What a backward leaves to its W takes memory again. A rank keeps room for a stage on its way.
+    """
+    kept_by_all = sum((layer.repeat or 1) * layer.costs.memory.forward for layer in problem.model.layers)
+    on_the_way = kept_by_all / problem.placements[0].n_stages
 
     def less(costs: LayerCosts) -> LayerCosts:
         held = costs.memory
-        kept, by_inputs = share * held.forward, share * held.backward_input
+        kept, left = share * held.forward, held.forward + held.backward_input
         return replace(
-            costs, memory=LayerMemory(kept, by_inputs, -(kept + by_inputs), held.static, held.workspace)
+            costs,
+            memory=LayerMemory(kept, left - kept, -left, held.static, held.workspace + on_the_way),
         )
 
     model = problem.model

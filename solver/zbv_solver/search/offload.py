@@ -40,6 +40,8 @@ ON_THE_WAY = (1, 2, 0)
 """Activations for whose copies a rank keeps room."""
 CONSTRUCTED = ("tune", "inject", "overtake", "anneal")
 """Phases that are left out for orders without pairs: annealing with copies does their work."""
+FEW_ACTIONS = 20_000
+"""Largest problem, in actions, whose first plan has time for more orders than one."""
 ROUNDS = 10
 """Rounds of annealing; between two of them the search may end."""
 FIRST_LOOK, BEST_STARTS = 1 / 3, 2
@@ -238,6 +240,15 @@ def search_with_copies(
     running.run()
     running.prove()
     return replace(running.plan(), baselines=compare(problem))
+
+
+def first_with_copies(problem: Problem, orders: Orders, method: str, cancelled: Cancelled | None) -> Plan:
+    """The plan of an order, or of a shorter one that is constructed in about a second."""
+    running = CopySearch(problem, SearchOptions("quick"), None, cancelled)
+    running.keep(objective_of(problem, orders), orders, method)
+    if problem.communication is None and problem.max_actions <= FEW_ACTIONS:
+        running.construct(next(_families(problem)))
+    return running.plan()
 
 
 def serial_with_copies(problem: Problem) -> Orders:

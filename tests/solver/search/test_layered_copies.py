@@ -78,6 +78,15 @@ def test_copies_shorten_the_best_plan_of_layers_and_keep_the_limits() -> None:
     zbv.check(plan_json(copied), problem)
 
 
+@pytest.mark.parametrize("p", [4, 8])
+@pytest.mark.parametrize("limit", [38, 41, 45])
+def test_a_first_plan_knows_what_copies_free(p: int, limit: int) -> None:
+    """29 of the limit are taken, and 16 are what the F's of one microbatch keep; 1F1B has p in flight."""
+    document = changed(memory={"limit": limit}) | {"pp_degree": p, "microbatches": 4 * p}
+    tight = layered_problem(document | {"layers": [BLOCK | {"repeat": 4 * p}]})
+    assert first_plan(tight).objective <= 1.25 * first_plan(replace(tight, limit=None)).objective
+
+
 def test_a_plan_of_layers_is_resumed_with_its_copies_and_reported() -> None:
     problem, reports = layered_problem(DOCUMENT), list[Progress]()
     first = first_plan(problem)

@@ -42,6 +42,7 @@ CHANGES = {
     "device_flops": "device FLOP/s",
     "in_node_bandwidth": "bandwidth within nodes",
     "between_nodes_bandwidth": "bandwidth between nodes",
+    "host_bandwidth": "bandwidth to the host",
     "memory": "device memory",
     "global_batch": "global batch",
 }

@@ -60,10 +60,13 @@ def changes(request: Request) -> Iterator[tuple[str, float, Request]]:
             (0.5, 2.0),
             lambda of, by: replace(of, between_nodes=_faster(of.between_nodes, by)),
         ),
+        "host_bandwidth": ((0.5, 2.0), _with_host_bandwidth),
         "memory": ((0.9, MORE_MEMORY), lambda of, by: replace(of, size=of.size * by, memory=of.memory * by)),
     }
     if sum(group.nodes for group in cluster.groups) == 1:
         del of_nodes["between_nodes_bandwidth"]
+    if request.setting.copies == "none":
+        del of_nodes["host_bandwidth"]
     for name, (factors, change) in of_nodes.items():
         for factor in factors:
             if isinstance(cluster, Cluster):
@@ -83,6 +86,12 @@ def _with_flops(cluster: Cluster, factor: float) -> Cluster:
     rates = {key: getattr(device, key) for key in ("achieved_tflops", "fp8_tflops", "fp4_tflops")}
     faster = {key: rate and rate * factor for key, rate in rates.items()}
     return replace(cluster, device=device.model_copy(update=faster))
+
+
+def _with_host_bandwidth(cluster: Cluster, factor: float) -> Cluster:
+    device = cluster.device
+    bandwidth = device.host_bandwidth and device.host_bandwidth * factor
+    return replace(cluster, device=device.model_copy(update={"host_bandwidth": bandwidth}))
 
 
 def _faster(link: GroupLink, factor: float) -> GroupLink:

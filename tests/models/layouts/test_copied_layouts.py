@@ -14,6 +14,7 @@ from zbv_models.layouts.compared_layout import ComparedLayout
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, plan_layout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import best_layouts
+from zbv_models.layouts.sensitivity import outcomes
 from zbv_solver.commands.layout_tables import COPY_ROWS, PAIR_ROWS, layout_table
 from zbv_solver.errors import InvalidInput
 from zbv_solver.verify.verifier import verify_orders
@@ -56,6 +57,22 @@ def test_copies_shorten_the_best_layout_and_the_answer_says_what_they_save() -> 
     assert cells["forwards copied to the host"] == f"{copies['copied']} of {copies['forwards']}"
     (without,) = ranking_json(alone, plain)["layouts"]
     assert "copies" not in without
+
+
+def test_the_bandwidth_to_the_host_is_changed_where_plans_may_have_copies() -> None:
+    found = {}
+    for asked in (request(), request("none")):
+        ranking = best_layouts(asked.layouts, asked.setting)
+        found[asked.setting.copies] = {
+            each.factor: each.step_time for each in outcomes(ranking, asked) if each.of == "host_bandwidth"
+        }
+    steps = found["activations"]
+    assert list(steps) == [0.5, 2.0]
+    half, twice = steps.values()
+    assert half is not None
+    assert twice is not None
+    assert half > twice
+    assert not found["none"]
 
 
 def test_a_layout_may_fit_with_copies_alone() -> None:

@@ -1,7 +1,7 @@
 """Layers with copies to the host: cuts for several amounts of memory, and copies that make their orders fit.
 
-What copies move takes no memory of the device until its backward. So layers whose F's keep a share of what
-they do are planned without copies (:func:`with_less`), and copies make the orders fit.
+What copies move takes no memory of the device until its backward. So layers that keep a share of what they do
+are planned without copies (:func:`with_less`), and copies make the orders fit.
 The best one is searched on with its copies (:mod:`zbv_solver.search.offload`).
 """
 
@@ -29,9 +29,10 @@ from zbv_solver.search.offload import first_with_copies, search_with_copies, ser
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.timing.start_times import objective_of
 
-KEPT = (0.0, 0.25, 0.5, 0.75)
-"""Shares of what F's keep for which cuts and orders are planned. With less, orders are shorter, but more must
-be copied, so the best share depends on the speed of copies."""
+KEPT = ((0.0, 1.0), (0.5, 0.5), (0.5, 1.0), (0.7, 0.7), (0.75, 1.0))
+"""Shares of what F's and W's keep, for which cuts and orders are planned, the freest first. With less, orders
+are shorter, but more must be copied, so the best share depends on the speed of copies. Where W's keep less,
+too, some run earlier in the end."""
 ALONE_SHARE = 0.25
 """Share of a time limit for a plan without copies. Half of the limit is for the search on the best cut."""
 
@@ -54,8 +55,8 @@ def with_less(problem: LayeredProblem, is_quick: bool) -> Iterator[LayeredProble
     A copy moves what a stage keeps as a whole, so small stages need less room: besides the placement that is
     best without copies, V is planned, if there is time.
     """
-    for share in KEPT:
-        less = keeping(problem, share)
+    for by_forwards, by_weights in KEPT:
+        less = keeping(problem, by_forwards, by_weights)
         yield less
         if not is_quick and problem.placement == "auto" and problem.placements[0].kind == "v":
             yield replace(less, placement="v")
@@ -133,7 +134,7 @@ def _best_cut(
     """The best order with copies, of all cuts that are tried; raises :class:`InfeasibleMemory`."""
     best = None if incumbent is None else _of_incumbent(problem, incumbent)
     less = with_less(problem, plan is quickly)
-    for planner, layers in ((plan, keeping(problem, 1.0)), *((quickly, each) for each in less)):
+    for planner, layers in ((plan, keeping(problem)), *((quickly, each) for each in less)):
         if best is not None and (best.value <= bound or is_over()):
             break
         try:
@@ -155,7 +156,7 @@ def _leanest(problem: LayeredProblem) -> Entrant:
 
     Raises :class:`InfeasibleMemory`, without a proof, if it does not fit with copies either.
     """
-    alone = keeping(problem, 1.0)
+    alone = keeping(problem)
     tables, cuts = CutTables.of(alone), list[tuple[float, Problem]]()
     for placement in problem.placements:
         space = CutSpace(alone, placement, tables)
@@ -174,24 +175,23 @@ def _leanest(problem: LayeredProblem) -> Entrant:
     return Entrant(cut, orders, objective_of(cut, orders), "least memory")
 
 
-def keeping(problem: LayeredProblem, share: float) -> LayeredProblem:
-    """The layers without copies, if their F's kept a share of what they do until the backward.
+def keeping(problem: LayeredProblem, by_forwards: float = 1.0, by_weights: float = 1.0) -> LayeredProblem:
+    """The layers without copies, if F's and W's kept a share of what they do.
 
-    What a backward leaves to its W takes memory again. A rank keeps room for a stage on its way.
+    A rank keeps room for a stage on its way, if W's keep all.
     """
     kept_by_all = sum((layer.repeat or 1) * layer.costs.memory.forward for layer in problem.model.layers)
-    on_the_way = kept_by_all / problem.placements[0].n_stages
+    on_the_way = kept_by_all / problem.placements[0].n_stages if by_weights == 1 else 0.0
 
     def less(costs: LayerCosts) -> LayerCosts:
         held = costs.memory
-        kept, left = share * held.forward, held.forward + held.backward_input
+        kept, left = by_forwards * held.forward, by_weights * (held.forward + held.backward_input)
         return replace(
-            costs,
-            memory=LayerMemory(kept, left - kept, -left, held.static, held.workspace + on_the_way),
+            costs, memory=LayerMemory(kept, left - kept, -left, held.static, held.workspace + on_the_way)
         )
 
     model = problem.model
-    if share < 1:
+    if by_forwards < 1:
         model = replace(model, layers=tuple(layer.with_costs(less) for layer in model.layers))
     return replace(problem, model=model, host=None, host_limit=None)
 

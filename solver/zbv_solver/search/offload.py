@@ -105,7 +105,7 @@ class CopySearch:
             )
         else:
             self.begin_without_pairs()
-            self.construct([self.problem.without_copies()])
+            self.construct([_alone(self.problem)])
             self.construct(next(_families(self.problem)))
         self.refine()
 
@@ -316,6 +316,12 @@ def _freed(problem: Problem, share: float, on_the_way: int) -> Problem:
 def _at_limit(problem: Problem, limit: tuple[float, ...] | None) -> Problem:
     """The problem without copies, with another memory limit."""
     return replace(problem.without_copies(), memory=replace(problem.memory, limit=limit))
+
+
+def _alone(problem: Problem) -> Problem:
+    """The problem without copies in its own memory, or in the least that it needs without them."""
+    least = problem.without_copies().smallest_limit
+    return _at_limit(problem, tuple(map(max, least, problem.memory.limit or least)))
 
 
 def _full(problem: Problem) -> Problem:

@@ -345,14 +345,15 @@ def test_a_backward_that_restores_buffers_of_its_forwards_stage_takes_no_turns(f
 
 @pytest.mark.parametrize("thread", ["MainThread", "zbv-pair"])
 def test_an_error_in_a_half_on_one_rank_ends_all(thread: str, tmp_path: Path) -> None:
-    *others, partner, failed = (
+    *others, failed = (
         found["error"] for found in found_by("worker.pipeline.test_pairs", len(RANKS), tmp_path, thread)
     )
     assert failed.startswith("ArithmeticError('no luck') rank 3, step 1, action")
     reason = "rank 3 lost: ArithmeticError: no luck"
-    assert all(reason in said for said in others)
-    # It waits in a collective of the model, and may get the error of that, with the action.
-    assert reason in partner or "rank 2, step 1, action" in partner
+    assert any(reason in said for said in others)
+    # One that waits in a collective of the model, with a rank that has ended, may get the error of that.
+    for rank, said in enumerate(others):
+        assert reason in said or f"rank {rank}, step 1, action" in said
 
 
 @pytest.mark.parametrize("name", ["V, random delays", "one stage per rank"])

@@ -115,10 +115,10 @@ class CopySearch:
         Orders of later problems are longer, and need fewer copies.
         """
         best: Start | None = None
-        for number, alone in enumerate(family):
+        for alone in family:
             if self.is_over():
                 break
-            plan = self._search(alone, 1 / (len(family) - number + 1))
+            plan = self._search(alone, 1 / (2 * len(family)))
             method = f"{plan.provenance.method}, with copies"
             made = plan_copies(self.problem, plan.orders)
             if made is not None:

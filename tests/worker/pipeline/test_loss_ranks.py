@@ -13,6 +13,7 @@ from support.small_pipeline import ROWS, WIDTH, batch, flat_gradients, model
 from support.thread_pipeline import on_ranks, plan_of, rank_of, returned
 from torch import Tensor, nn
 from torch.nn import functional as nnf
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zbv_worker import Pipeline
 
 RANKS = 2
@@ -192,3 +193,17 @@ def test_an_optimizer_may_take_one_step_in_its_closure_and_not_several() -> None
         torch.optim.LBFGS(pipe.parameters()).step(lambda: pipe.step(*batch()))  # type: ignore[no-untyped-call]
 
     assert all("found LBFGS" in str(each) for each in run("v", program))
+
+
+def test_pipelines_come_and_go_during_an_optimizers_step() -> None:
+    """Of any optimizer of the process: torch reads its hooks meanwhile."""
+
+    def others(*_: object) -> None:
+        returned(run("v", lambda pipe: None))
+
+    hooks = [register_optimizer_step_pre_hook(each) for each in (others, lambda *_: None)]
+    try:
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zbv_worker.model.optimizers import AFTER_STEP
 
 Treatment = Mapping[str, str]
 """In words that are equal in all processes if the treatment is: ``requires_grad``, ``optimizer``, ``lr`` …"""
@@ -23,9 +21,7 @@ class Treatments:
         self._parameters = set(parameters)
         self._settings: dict[Tensor, Treatment] = {}
         if self._parameters:
-            _watch_optimizers()
-            with _WATCHING:
-                _WATCHED.add(self)
+            AFTER_STEP.add(self.note)
 
     def of(self, parameter: Tensor) -> Treatment:
         """The treatment of a parameter in the newest step of an optimizer that had it."""
@@ -41,22 +37,6 @@ class Treatments:
                 settings = {name: _in_words(group.get(name)) for name in sorted(optimizer.defaults)}
                 settings = {"optimizer": type(optimizer).__name__, **settings}
                 self._settings |= dict.fromkeys(known, settings)
-
-
-_WATCHING = threading.Lock()
-_WATCHED = weakref.WeakSet[Treatments]()
-"""One hook serves all of them, for the life of the process."""
-
-
-@cache
-def _watch_optimizers() -> None:
-    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        with _WATCHING:
-            watched = list(_WATCHED)
-        for treatments in watched:
-            treatments.note(optimizer)
-
-    register_optimizer_step_post_hook(note)
 
 
 def _in_words(value: Any) -> str:

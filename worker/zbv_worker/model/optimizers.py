@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.model.protocol import NamedOptimizer, PipelineModel
@@ -15,6 +18,33 @@ Named = tuple[str, nn.Parameter]
 
 _USED = ("param_groups", "step", "state_dict", "load_state_dict")
 """The parts of an optimizer that a run uses; it need not derive from torch's class."""
+
+
+class Watchers:
+    """Methods that are called with every optimizer of the process that steps, while their objects exist.
+
+    One hook of torch serves them all: torch reads its hooks while others come and go, in another thread or by
+    the collection of garbage, and a step would fail.
+    """
+
+    def __init__(self, register: Callable[[Callable[..., None]], Any]):
+        self._adding = threading.Lock()
+        self._methods: list[WeakMethod[Callable[[torch.optim.Optimizer], None]]] = []
+        register(self._call)
+
+    def add(self, method: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Call this bound method from now on."""
+        with self._adding:
+            self._methods = [*(each for each in self._methods if each() is not None), WeakMethod(method)]
+
+    def _call(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for each in self._methods:
+            if (method := each()) is not None:
+                method(optimizer)
+
+
+BEFORE_STEP = Watchers(register_optimizer_step_pre_hook)
+AFTER_STEP = Watchers(register_optimizer_step_post_hook)
 
 
 def adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:

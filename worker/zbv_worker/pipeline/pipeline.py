@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
@@ -21,7 +20,7 @@ from zbv_worker.execution.timeline import Launched
 from zbv_worker.execution.turns import Overlap
 from zbv_worker.failures.failures import Failures
 from zbv_worker.model.layer_list import Layers
-from zbv_worker.model.optimizers import require_no_line_search
+from zbv_worker.model.optimizers import BEFORE_STEP, require_no_line_search
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import Batch, microbatches_of
@@ -200,9 +199,7 @@ class Pipeline(PipelineState):
         self._keywords = prepared.keywords
         self._newest: Launched | None = None
         if transport.layout.pp_degree > 1:
-            reference = weakref.ref(self)
-            hook = register_optimizer_step_pre_hook(lambda *given: _refuse_line_search(reference(), *given))
-            weakref.finalize(self, hook.remove)
+            BEFORE_STEP.add(self._refuse_line_search)
         # A process may end right after its last step, before its peers have received its last tensors.
         self._finalizer = weakref.finalize(self, _leave, own, self._shared, self._reports, saving, failures)
 
@@ -414,6 +411,12 @@ class Pipeline(PipelineState):
                 self._own.calls.refuse(call, str(error))
             raise
 
+    def _refuse_line_search(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call before every step of an optimizer in this process."""
+        if not (self._failures.is_closed or self._failures.has_failed):
+            with self._refusing("step"):
+                require_no_line_search(optimizer, self.parameters())
+
     def _microbatches(self, call: Call, batch: Batch, *, has_plan: bool = False) -> list[Microbatch]:
         """This rank's microbatches of a call. With a data rank collective."""
         own, shared = self._own, self._shared
@@ -450,13 +453,6 @@ class Pipeline(PipelineState):
                 "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a "
                 "gradient. Call step outside of it, or call evaluate."
             )
-
-
-def _refuse_line_search(pipe: Pipeline | None, optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Call before every step of an optimizer in this process."""
-    if pipe is not None and not (pipe._failures.is_closed or pipe._failures.has_failed):
-        with pipe._refusing("step"):
-            require_no_line_search(optimizer, pipe.parameters())
 
 
 def _leave(

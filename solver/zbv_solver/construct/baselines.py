@@ -67,7 +67,7 @@ GROUPED = "pipeoffload-selective"
 OFFLOADED = {"pipeoffload-half": 0.5, "pipeoffload-full": 1.0, GROUPED: 0.5}
 """Interleaved 1F1B with copies to the host: the share of a rank's stages that is copied. Those of the first
 chunks come first, because microbatches are away from them the longest (PipeOffload, Wan et al. 2025, arXiv
-2503.01328, section 3); the last one has its order in smaller groups, too."""
+2503.01328, section 3). The last one has smaller groups of microbatches."""
 PRACTICE = "-practice"
 DYNAPIPE = "dynapipe"
 MANY = 20

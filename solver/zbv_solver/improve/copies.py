@@ -21,8 +21,6 @@ from zbv_solver.problem.numeric import SEARCH_MEMORY
 from zbv_solver.problem.problem import B, D, F, I, O, Problem, R, W
 from zbv_solver.timing.start_times import earliest_times, objective_of
 
-ROUNDS = 4
-"""How often copies are planned, at the times of the order with the copies of the round before."""
 NEVER = -1
 
 
@@ -81,37 +79,15 @@ class Choice(NamedTuple):
 
 
 def plan_copies(
-    problem: Problem,
-    orders: Orders,
-    rounds: int = ROUNDS,
-    cancelled: Callable[[], bool] | None = None,
+    problem: Problem, orders: Orders, cancelled: Callable[[], bool] | None = None
 ) -> tuple[float, Orders] | None:
     """The objective and the order with the copies that keep the memory limit; None if none were found.
 
-    ``orders`` has none, and is executable without a limit of memory. They are planned up to ``rounds`` times,
-    unless ``cancelled`` says that nobody needs them any more.
+    ``orders`` has none, and is executable without a limit of memory. ``cancelled`` says that nobody needs the
+    copies any more.
     """
-    best: tuple[float, Orders] | None = None
-    made = orders = _with_earlier_weights(problem, orders)
-    for _ in range(rounds):
-        found = _planned(problem, orders, *earliest_times(problem, made), cancelled)
-        if found is None:
-            return best
-        made, value = found, objective_of(problem, found)
-        if best is not None and value >= best[0]:
-            return best
-        best = value, made
-    return best
-
-
-def _planned(
-    problem: Problem,
-    orders: Orders,
-    start: FloatArray,
-    end: FloatArray,
-    cancelled: Callable[[], bool] | None,
-) -> Orders | None:
-    """The order with copies, planned at the times of its actions."""
+    orders = _with_earlier_weights(problem, orders)
+    start, end = earliest_times(problem, orders)
     rows: list[IntArray] = []
     for rank in range(problem.pp_degree):
         if cancelled is not None and cancelled():
@@ -122,7 +98,8 @@ def _planned(
             return None
         rows.append(_rows(orders, rank, own, choice))
     copies = np.concatenate(rows)
-    return replace(orders, copies=copies) if len(copies) else orders
+    made = replace(orders, copies=copies) if len(copies) else orders
+    return objective_of(problem, made), made
 
 
 def _with_earlier_weights(problem: Problem, orders: Orders) -> Orders:

@@ -176,19 +176,12 @@ def _leanest(problem: LayeredProblem) -> Entrant:
 
 
 def keeping(problem: LayeredProblem, by_forwards: float = 1.0, by_weights: float = 1.0) -> LayeredProblem:
-    """The layers without copies, if F's and W's kept a share of what they do.
-
-    A rank keeps room for a stage on its way, if W's keep all.
-    """
-    kept_by_all = sum((layer.repeat or 1) * layer.costs.memory.forward for layer in problem.model.layers)
-    on_the_way = kept_by_all / problem.placements[0].n_stages if by_weights == 1 else 0.0
+    """The layers without copies, if F's and W's kept a share of what they do."""
 
     def less(costs: LayerCosts) -> LayerCosts:
         held = costs.memory
         kept, left = by_forwards * held.forward, by_weights * (held.forward + held.backward_input)
-        return replace(
-            costs, memory=LayerMemory(kept, left - kept, -left, held.static, held.workspace + on_the_way)
-        )
+        return replace(costs, memory=LayerMemory(kept, left - kept, -left, held.static, held.workspace))
 
     model = problem.model
     if by_forwards < 1:
@@ -206,7 +199,7 @@ def _fitted(problem: LayeredProblem, plan: Plan, is_over: Cancelled) -> Entrant:
     cut = problem.cut_into(plan.problem.placement, plan.problem.model.cut)
     cut.require_feasible()
     name = "" if plan.cut is None else plan.cut.method
-    made = plan_copies(cut, plan.orders, 1, is_over)
+    made = plan_copies(cut, plan.orders, is_over)
     if made is None:
         orders = serial_with_copies(cut)
         return Entrant(cut, orders, objective_of(cut, orders), name)

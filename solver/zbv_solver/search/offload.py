@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat
 from operator import itemgetter, sub
 
 import numpy as np
@@ -29,17 +28,15 @@ from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import D, O, Problem, R, least_with_copies
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
-from zbv_solver.search.options import SearchOptions, budgets_of
+from zbv_solver.search.options import PHASES, SearchOptions, budgets_of
 from zbv_solver.search.run import Search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 SHARES = tuple(number / 8 for number in range(8, -1, -1))
 """How much of what copies can move is away at any time."""
-ON_THE_WAY = (1, 2, 0)
+ON_THE_WAY = (1, 2)
 """Activations for whose copies a rank keeps room."""
-CONSTRUCTED = ("tune", "inject", "overtake", "anneal")
-"""Phases that are left out for orders without pairs: annealing with copies does their work."""
 FEW_ACTIONS = 20_000
 """Largest problem, in actions, whose first plan has time for more orders than one."""
 ROUNDS = 10
@@ -194,7 +191,8 @@ class CopySearch:
         plan is never longer than that of the same search without copies.
         """
         has_pairs = alone.communication is not None
-        options = replace(self.options, effort="quick", without=() if has_pairs else CONSTRUCTED)
+        # Without pairs, annealing with copies does the work of all phases after the first orders.
+        options = replace(self.options, effort="quick", without=() if has_pairs else PHASES)
         if (
             self.best is not None
             and has_pairs
@@ -309,7 +307,7 @@ def _freed(problem: Problem, share: float, on_the_way: int) -> Problem:
     room = [on_the_way * float(moved[list(stages)].max()) for stages in problem.placement.stages_of]
     freed = replace(memory, forward=held, backward_input=by_inputs, limit=None)
     alone = replace(problem.without_copies(), memory=freed, model=None)
-    limits = map(sub, memory.limit or repeat(np.inf), room)
+    limits = map(sub, problem.arrays.limit.tolist(), room)
     return _at_limit(alone, tuple(map(max, limits, alone.smallest_limit)))
 
 
@@ -321,7 +319,7 @@ def _at_limit(problem: Problem, limit: tuple[float, ...] | None) -> Problem:
 def _alone(problem: Problem) -> Problem:
     """The problem without copies in its own memory, or in the least that it needs without them."""
     least = problem.without_copies().smallest_limit
-    return _at_limit(problem, tuple(map(max, least, problem.memory.limit or least)))
+    return _at_limit(problem, tuple(map(max, least, problem.arrays.limit.tolist())))
 
 
 def _full(problem: Problem) -> Problem:
@@ -329,4 +327,4 @@ def _full(problem: Problem) -> Problem:
     least, static = problem.without_copies().smallest_limit, problem.memory.static
     in_flight = min(problem.pp_degree, problem.microbatches)
     full = (held + in_flight * (one - held) for one, held in zip(least, static, strict=True))
-    return _at_limit(problem, tuple(map(max, full, least, problem.memory.limit or least)))
+    return _at_limit(problem, tuple(map(max, full, least, problem.arrays.limit.tolist())))

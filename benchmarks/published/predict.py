@@ -118,9 +118,9 @@ def _estimated(run: MeasuredRun, model: Transformer, cluster: Cluster) -> Estima
         "tp-cp-dp-pp",
     )
     dtype = model_of(run).dtype
-    gradients = run.gradient_bytes or PRECISIONS[PRECISION_OF[dtype]].gradients
+    states = {"gradients": PRECISIONS[PRECISION_OF[dtype]].gradients, **run.states}
     training = Training(
-        state=StateBytes(gradients=gradients, dtype=dtype),
+        state=StateBytes(**states, dtype=dtype),
         account=megatron,
         modules=frozenset(modules),
         fused_gradients=run.fused_gradients,

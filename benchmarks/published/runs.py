@@ -30,6 +30,7 @@ A kernel of PyTorch begins about 20 us after its launch (NVIDIA, Understanding t
 and Latency in Nsight Systems, figure 1).
 """
 Section = dict[str, Any]
+States = dict[Literal["gradients", "master", "state"], Rate]
 Precision = Literal["fp16", "bf16", "fp8", "fp4"]
 
 
@@ -79,7 +80,10 @@ class MeasuredRun(ConfigSection):
     transfers_in_turn: Flag = Field(
         False, description="whether ranks send an output and receive a gradient one after the other"
     )
-    gradient_bytes: Rate | None = Field(None, description="bytes of a gradient; null: by precision")
+    states: States = Field(
+        default_factory=dict,
+        description="bytes per parameter of gradients, master copy and each state; absent: by precision",
+    )
     step_time_s: Rate | None = None
     step_time_from: str | None = Field(None, description="what the step time was computed from")
     model_tflops: Rate | None = Field(

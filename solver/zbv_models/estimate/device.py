@@ -76,7 +76,8 @@ class Device(ConfigSection):
         None, description="GB/s of the matrices of products, and of the optimizer; null: memory_bandwidth"
     )
     kernel_latency: Amount | None = Field(
-        None, description="us of a product in addition to its operations; null: one rate for all sizes"
+        None,
+        description="us of a kernel in addition to its operations or traffic; null: one rate for all",
     )
     processors: Size | None = Field(
         None, description="streaming multiprocessors, which products fill in waves; null: without waves"

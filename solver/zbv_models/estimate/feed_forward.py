@@ -168,6 +168,12 @@ def _of_experts(matrix: Matrix) -> Matrix:
     return Matrix((f"experts.{matrix.names[0]}", *names), matrix.product, "experts")
 
 
+BIAS_TRAFFIC = PerAction(28.0, 32.0)
+"""Bytes per value of an expert's result for its bias, which is multiplied with the token's weight and added
+in float32: the product, the sum, one tensor from those of all experts and its cast; in I the cast, the
+product with the bias and with the weight and their sums (Megatron-LM, ``TEGroupedMLP._apply_bias``)."""
+
+
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts: router, routed and shared experts.
@@ -244,6 +250,7 @@ class Experts:
             output_bytes=shapes.hidden,
             linears=self.linears(shapes),
             saved=None if self.latent else (STATISTIC_BYTES + INDEX_BYTES) * shapes.own_tokens * self.chosen,
+            is_routed=True,
             matrices=tuple(matrices),
         )
 
@@ -301,7 +308,10 @@ class Experts:
         copies = 4 if devices > 1 and self.experts > devices else 2
         copied = 2.0 * copies * self.routed(shapes, self.width(shapes))
         logits = 3.0 * STATISTIC_BYTES * shapes.own_tokens * self.experts
-        return PerAction(copied + logits, copied + logits)
+        moved = PerAction(copied + logits, copied + logits)
+        if shapes.stream.bias:
+            moved += BIAS_TRAFFIC.scaled(self.rows(shapes) * self.width(shapes))
+        return moved
 
     def parameters(self, shapes: Shapes) -> Parameters:
         """Norm, router, latent projections, experts; biases of experts where the stream has them."""

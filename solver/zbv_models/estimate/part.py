@@ -203,6 +203,10 @@ class Part:
     """Whether rows of the core's operands do not start at multiples of 16 bytes."""
     is_uneven: bool = False
     """Whether a head's keys and values differ in width."""
+    is_scan: bool = False
+    """Whether a scan over the sequence computes the core: a state space or linear attention."""
+    is_routed: bool = False
+    """Whether it sorts tokens by expert."""
     linears: tuple[Linear, ...] = ()
     """Its linear layers in torchtitan's order, without the router and routed experts."""
     saved: int | None = None

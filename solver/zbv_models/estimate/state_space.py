@@ -46,4 +46,5 @@ class GivenCosts(ConfigSection):
             exchanges=(half_exchange(shapes),) if self.flops else (),
             workspace=shapes.whole + inner // 2,
             output_bytes=shapes.hidden,
+            is_scan=True,
         )

@@ -46,7 +46,7 @@ SUSTAINED_SHARE = 0.92
 W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.04
 to 1.13 times as long as in full waves at the best rate, 271 TFLOP/s, and in the mean 1.09 times.
 """
-TRAFFIC_SHARE = 0.4
+TRAFFIC_SHARE = 0.41
 """What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
 ATTENTION_SHARE, ULTRA_ATTENTION_SHARE = 0.7, 0.82
 """Rate of flash attention over that of large products, with a causal mask; assumed.
@@ -63,6 +63,12 @@ MISALIGNED_SHARE = 0.04
 BigScience's tables of heads (bigscience-workshop/bigscience, ``train/tr11-176B-ml/chronicles-prequel.md``,
 "NHEADs"): heads of 108 instead of 144 values lengthen a step of 125 s on 384 A100 by 38 s.
 """
+SCAN_SHARE = 0.04
+"""Rate of a scan's products over that of large ones.
+
+Fitted to runs of Nemotron 3 Nano (docs/benchmarks.md, "Published runs"). A tuned kernel of Mamba-2's scan
+reaches 28 TFLOP/s in F on H100 PCIe (tile-ai/tilelang, issue 707), 0.04 of the data sheet.
+"""
 
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
@@ -73,6 +79,12 @@ less and are slower, but not by how much: that is assumed.
 """
 KERNELS = PerAction(10.0, 10.0, 5.0)
 """Kernels of a part: a block has about 20 in the forward and 30 in the backward (Ivanov et al. 2021, §3)."""
+SMALL_KERNELS = PerAction(6.0, 6.0, 2.0)
+"""Those that are neither products nor attention. Each takes the same constant as a product, in addition to
+its memory traffic."""
+ROUTING_KERNELS = PerAction(40.0, 40.0, 20.0)
+"""Small kernels that a part with experts has in addition: scores, the choice of experts, counting and
+sorting, copies of indices. Their number is fitted to runs (docs/benchmarks.md, "Published runs")."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +110,19 @@ def compute_times(
         products += product_times(product, stream, device, accumulated)
     # Traffic takes no time if no bandwidth is given.
     moved = part.moved.scaled(device.moving(1.0)) + part.streamed.scaled(device.streaming(1.0))
-    has_weights = part.is_differentiated and part.trained.total > 0
-    kernels = PerAction(
-        KERNELS.forward,
-        KERNELS.backward_input * part.is_differentiated,
-        KERNELS.backward_weight * has_weights,
-    )
-    launches = kernels.scaled(device.launch_time)
+    launches = _launch_times(part, device)
     shares = TimeShares(products.total, core.total, moved.total, launches.total)
     return core + moved + products + launches, shares
+
+
+def _launch_times(part: Part, device: Device) -> PerAction:
+    """What kernels take in addition to their traffic; products and attention have theirs already."""
+    small = SMALL_KERNELS + ROUTING_KERNELS if part.is_routed else SMALL_KERNELS
+    time = KERNELS.scaled(device.launch_time) + small.scaled(device.kernel_latency or 0.0)
+    has_weights = part.is_differentiated and part.trained.total > 0
+    return PerAction(
+        time.forward, time.backward_input * part.is_differentiated, time.backward_weight * has_weights
+    )
 
 
 def accumulated_bytes(gradient_bytes: float) -> float:
@@ -128,8 +144,8 @@ def core_times(part: Part, device: Device) -> PerAction:
         return core
     uneven = device.uneven_attention_share if part.is_uneven else None
     share = (uneven or device.attention_share) if part.is_flash else 1.0
-    if part.is_misaligned and device.kernel_latency is not None:
-        share = MISALIGNED_SHARE
+    if device.kernel_latency is not None:
+        share = MISALIGNED_SHARE if part.is_misaligned else SCAN_SHARE if part.is_scan else share
     rate = device.achieved_tflops * TERA / MICROSECONDS * share
     extra = device.kernel_latency or 0.0
     again = core.backward_input / rate + extra if core.backward_input else 0.0
@@ -175,7 +191,8 @@ def product_times(product: Product, stream: Stream, device: Device, accumulated:
         return extra + max(computed, device.streaming(moved) if has_size else 0.0)
 
     stored = (1 + product.has_weight_gradient) * narrow
-    cast = 0.0 if dtype is None else device.moving(wide + stored)
+    reads = 2 if dtype == "fp4" else 1  # the scale of an NVFP4 tensor is that of its largest value
+    cast = 0.0 if dtype is None else device.moving(reads * wide + stored)
     has_input, has_weight = product.has_input_gradient, product.has_weight_gradient
     return PerAction(
         roofline(output, product.rows, product.n_out) + cast * input,

@@ -51,6 +51,22 @@ def test_a_run_of_the_zero_bubble_paper_is_near() -> None:
     assert not found.is_too_large
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mbridge-26.08-pretrain-DeepSeek-V4-Flash-GB200-128-MXFP8-tp1pp1vpNonecp1ep64-gbs2048",
+        "mbridge-26.06.01-pretrain-Nemotron-3-Super-GB300-64-MXFP8-tp1pp1vpNonecp1ep64-gbs512",
+        "mbridge-card-nemotron3super-64h100-mock",
+    ],
+)
+def test_runs_with_compressed_attention_state_spaces_and_latent_experts_are_near(name: str) -> None:
+    run = PUBLISHED[name]
+    found = predict(run)
+    assert found.step_time == pytest.approx(run.step_time_s, rel=0.1)
+    if run.memory_gb is not None:
+        assert found.memory == pytest.approx(run.memory_gb * 1e9, rel=0.05)
+
+
 def test_what_a_run_says_changes_the_prediction_in_the_right_direction() -> None:
     plain = predict(own())
     assert predict(own(hides=["pipeline"])).step_time < plain.step_time
@@ -63,7 +79,7 @@ def test_what_a_run_says_changes_the_prediction_in_the_right_direction() -> None
     recomputed = predict(own(recompute="full"))
     assert recomputed.step_time > plain.step_time
     assert recomputed.memory < plain.memory
-    assert predict(own(gradient_bytes=6.0)).memory > plain.memory
+    assert predict(own(states={"gradients": 6.0})).memory > plain.memory
     apart = predict(own(fused_gradients=False))
     assert apart.step_time > plain.step_time
     assert predict(own(blocking_launches=True)).step_time > plain.step_time

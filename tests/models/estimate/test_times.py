@@ -14,7 +14,8 @@ from zbv_models.estimate.device import Device
 from zbv_models.estimate.layers import LayerEstimate
 from zbv_models.estimate.part import Product
 from zbv_models.estimate.sections import preset
-from zbv_models.estimate.shapes import PerAction, Stream
+from zbv_models.estimate.shapes import Degrees, PerAction, Shapes, Stream
+from zbv_models.estimate.state_space import GivenCosts
 from zbv_models.estimate.states import StateBytes, StaticBytes, by_zero
 from zbv_models.estimate.times import SUSTAINED_SHARE, core_times, filled_share, product_times
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -121,6 +122,44 @@ def test_narrow_operands_are_faster_but_must_be_cast() -> None:
     cast = 8192**2 * (2 + 2 * 1) / 2000e9 * 1e6
     assert slow.backward_weight - 6 == pytest.approx(2 * (fast.backward_weight - 6))
     assert slow.forward - 6 == pytest.approx(2 * (fast.forward - cast - 6))
+
+
+def test_narrow_products_gain_less_than_their_rates() -> None:
+    """A block of 4096, with MLPs of 16384 and 31 x 512 tokens, on B300: 12.9 ms in bfloat16, 1.44 times as
+    fast in FP8 and 2.03 times in NVFP4 (NVIDIA, Transformer Engine, "GEMM Speedups Across Precisions")."""
+    b300 = Device.model_validate(preset("b300").device)
+    sizes = ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
+
+    def total(dtype: str | None) -> float:
+        stream = Stream(4096, product_dtype=dtype)
+        return sum(product_times(Product(31 * 512, *size), stream, b300).total for size in sizes) / 1000
+
+    assert total(None) == pytest.approx(12.9, rel=0.1)
+    assert total("fp8") / total("fp4") == pytest.approx(2.03 / 1.44, rel=0.1)
+    assert 2.03 <= total(None) / total("fp4") <= 2.5
+    assert 1.44 <= total(None) / total("fp8") <= 1.6
+
+
+def test_a_block_of_few_tokens_takes_its_kernels_and_with_experts_many_more() -> None:
+    """A block has about 20 kernels in the forward and 30 in the backward (Ivanov et al. 2021, §3)."""
+
+    def kernels(**changes: Any) -> float:
+        config = estimate_config(llama(sequence=8, **changes))
+        found = [layers(config, kernel_latency=latency) for latency in (0.0, 6.0)]
+        names = found[0].keys() & {"block", "moe"}
+        (times,) = [[of[name].plain.times.total for of in found] for name in names]
+        return (times[1] - times[0]) / 6
+
+    dense = kernels()
+    assert 35 <= dense <= 55
+    assert kernels(**SPARSE) > 2 * dense
+
+
+def test_a_scan_has_a_fraction_of_the_rate_of_products() -> None:
+    """A tuned kernel of Mamba-2's scan has 28 TFLOP/s in F on H100 PCIe (tile-ai/tilelang, issue 707)."""
+    h100 = Device.model_validate(preset("h100").device)
+    part = GivenCosts(parameters=0, flops=0.0, core_flops=1e7).part(Shapes(Stream(1024), 4096, 1, Degrees()))
+    assert part.core.forward / core_times(part, h100).forward / 1e6 == pytest.approx(28, rel=0.1)
 
 
 def test_fused_gradients_make_w_of_few_tokens_longer_but_not_by_a_kernel() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from zbv_models.estimate.config import PRECISION_OF, PRECISIONS
 from zbv_models.estimate.layers import LayerEstimate, Training, estimate_model
@@ -118,9 +119,10 @@ def _estimated(run: MeasuredRun, model: Transformer, cluster: Cluster) -> Estima
         "tp-cp-dp-pp",
     )
     dtype = model_of(run).dtype
-    states = {"gradients": PRECISIONS[PRECISION_OF[dtype]].gradients, **run.states}
+    state = StateBytes(gradients=PRECISIONS[PRECISION_OF[dtype]].gradients, dtype=dtype)
+    stated: dict[str, Any] = {**run.states}
     training = Training(
-        state=StateBytes(**states, dtype=dtype),
+        state=replace(state, **stated),
         account=megatron,
         modules=frozenset(modules),
         fused_gradients=run.fused_gradients,

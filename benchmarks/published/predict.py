@@ -120,7 +120,7 @@ def _estimated(run: MeasuredRun, model: Transformer, cluster: Cluster) -> Estima
     )
     dtype = model_of(run).dtype
     state = StateBytes(gradients=PRECISIONS[PRECISION_OF[dtype]].gradients, dtype=dtype)
-    stated: dict[str, Any] = {**run.states}
+    stated: dict[str, Any] = dict(run.states.items())
     training = Training(
         state=replace(state, **stated),
         account=megatron,

@@ -49,6 +49,7 @@ NOT_OF_SIZES = ("quantization_config", "compression_config", "auto_map", "dtype"
 MOST_WORDS = 300
 """Characters of another library's message that a refusal repeats."""
 REMEDY = "Write its sizes as model.json instead."
+OTHERS = "Layers of any kind can be measured (zbv-worker profile), and the problem of a profile planned."
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,24 @@ def _built(config: Any, attention: str) -> Any:
         if made is not None:
             with torch.device("meta"):
                 model = made._from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
-            if isinstance(model.get_input_embeddings(), nn.Embedding):
-                return model.to("meta").train()  # some classes put parameters on the CPU
+            model = model.to("meta").train()  # some classes put parameters on the CPU
     except Exception as error:
         raise _refused(
-            "", f"transformers cannot build this model: {_words(error)} Correct the file."
+            "",
+            f"transformers cannot build this model: {_words(error)} A key may be absent or have another type: "
+            f"compare the file with a published one of type {config.model_type}.",
         ) from error
-    found = f"found {quoted(config.model_type)}; transformers has no language model of this type."
-    raise _refused("/model_type", f"{found} {REMEDY}")
+    if made is None or not _reads_tokens(model):
+        found = f"found {quoted(config.model_type)}; transformers has no language model of this type."
+        raise _refused("/model_type", f"{found} {OTHERS}")
+    return model
+
+
+def _reads_tokens(model: Any) -> bool:
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except NotImplementedError:  # transformers' answer for models of images and of sound
+        return False
 
 
 def _class_of(configuration: Any) -> Any:
@@ -333,7 +344,8 @@ def _measured(
         detail = f"{type(model).__name__} does not run on tensors without values: {_words(error)}"
         most = model.config.to_dict().get("max_position_embeddings")
         if isinstance(most, int) and most < sequence:
-            detail += f" Its max_position_embeddings is {most}, and sequences have {sequence} tokens."
+            found = f"found {sequence}; max_position_embeddings of the file is {most}."
+            raise _refused("/model/sequence", f"{found} Give shorter sequences.") from error
         raise _refused("", f"{detail} {REMEDY}") from error
     idle = [place for place, kind in enumerate(kinds) if kind not in known]
     if idle:

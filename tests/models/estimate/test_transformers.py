@@ -42,7 +42,10 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"sliding_window": 4096},
 }  # fmt: skip
 """Classes whose defaults alone make no model, or one with matrices that nothing uses."""
-TEXT_CLASSES = {"step3p5": ("step3p7", "Step3p7TextModel")}
+TEXT_CLASSES = {
+    "mllama_text_model": ("mllama", "MllamaTextModel"),
+    "step3p5": ("step3p7", "Step3p7TextModel"),
+}
 """Language models that only wrappers use: the module and the class, without a head."""
 SMALL: dict[str, Any] = {
     "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 768,

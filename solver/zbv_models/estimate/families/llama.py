@@ -1,5 +1,8 @@
 """Llama and models with its blocks; Llama 4 (Meta 2025), whose blocks attend to pieces of the sequence.
 
+Every fifth block of Llama 3.2 Vision (``mllama``) attends to an image, and is read as one that attends to the
+text: how many tokens an image has is not in the file.
+
 The types ``baichuan``, ``exaone`` (up to 3.5), ``internlm2`` and ``minicpm`` are those of the models'
 repositories.
 """
@@ -28,6 +31,7 @@ TEXT = {
     "exaone": TextKind(),
     "internlm2": TextKind(),
     "minicpm": TextKind(without_effect="dim_model_base scale_depth scale_emb"),
+    "mllama_text_model": TextKind(without_effect="cross_attention_layers"),
     "smollm3": TextKind(window="switch"),
 }
 VISION = {
@@ -42,5 +46,6 @@ WRAPPERS = {
         projector=("projector_input_dim", "projector_output_dim"),
         tied="text",
     ),
+    "mllama": Wrapper("mllama_text_model"),
     "llava": Wrapper("llama", "clip_vision_model", tied="either"),
 }

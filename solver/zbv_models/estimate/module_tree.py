@@ -158,7 +158,7 @@ def _built(config: Any, attention: str) -> Any:
     except Exception as error:
         raise _refused(
             "",
-            f"transformers cannot build this model: {_words(error)} A key may be absent or have a wrong type. "
+            f"transformers cannot build this model: {_words(error)} A key may be absent or wrong. "
             f"Compare the file with a published one of type {config.model_type}.",
         ) from error
     if made is None or not _reads_tokens(model):

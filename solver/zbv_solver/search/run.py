@@ -25,7 +25,7 @@ from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem, require_same_problem
-from zbv_solver.search.assemble import compare, fits, in_search_unit, make_plan
+from zbv_solver.search.assemble import compare, in_search_unit, make_plan
 from zbv_solver.search.incumbent import (
     CHAINS,
     Cancelled,
@@ -45,7 +45,6 @@ from zbv_solver.search.options import (
     INJECT_SHARE,
     LEAST_MOVES,
     LEAST_SECONDS,
-    MORE_WITH_PAIRS,
     OVERTAKE_SHARE,
     REST_SHARE,
     ROUNDS,
@@ -55,7 +54,8 @@ from zbv_solver.search.options import (
     SearchOptions,
     budgets_of,
 )
-from zbv_solver.timing.start_times import evaluate, objective_of
+from zbv_solver.search.pairs import PairSearch
+from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 
@@ -72,14 +72,15 @@ class Search:
         self.given, self.options = problem, options
         self.with_pairs, self.unit = in_search_unit(problem)  # in the unit of the search, and that unit
         self.problem = self.with_pairs.without_pairs()  # the phases order single actions
-        self.paired: Solution | None = None  # the best order with pairs
-        self.alone = 0.0  # no order without pairs is shorter than this
         self.incumbent = Incumbent(problem, self.unit, on_progress)
         deadline = None
         if options.time_limit is not None:
             kept = min(0.5 * options.time_limit, FINISH_SECONDS * problem.max_actions)
             deadline = time.monotonic() + options.time_limit - kept
         self.halt = Halt(cancelled, deadline)
+        self.paired: PairSearch | None = None
+        if self.with_pairs.communication is not None:
+            self.paired = PairSearch(self.with_pairs, options, self.incumbent, self.halt)
         self.budgets = budgets_of(options.effort, problem)
         self.budget = self.budgets[0]
         self.starts: list[Solution] = []  # the best orders of all chains before annealing
@@ -91,8 +92,8 @@ class Search:
     def resume_from(self, orders: Orders) -> None:
         """Start from a known order; raises :class:`InvalidPlan` when it is not an order of the problem."""
         verify_orders(self.given, orders)
-        if orders.paired is not None:
-            self.paired = Solution(objective_of(self.with_pairs, orders), orders, "resumed")
+        if self.paired is not None:
+            self.paired.resume_from(orders)
             orders = orders.without_pairs()
         if self.problem.is_equal:
             orders = first_in_first_out(orders, self.problem.n_stages)
@@ -115,9 +116,10 @@ class Search:
                     # The later phases may have left the one order of entry, which the first ones need.
                     self.incumbent.put_aside(self.incumbent.current)
                     self.incumbent.current = before
-            self.solve_pairs()
-            if self.options.effort != "quick" and self._is_open(self.paired):
-                self.bound()
+            if self.paired is not None:
+                self.paired.solve(self.budget)
+                if self.options.effort != "quick" and self.paired.is_open:
+                    self.bound()
 
     def first_plan(self, enough: float) -> Plan:
         """A plan from constructed orders alone; it has a full bound if it is shorter than ``enough``."""
@@ -140,9 +142,8 @@ class Search:
         best = self.incumbent.best
         if best is None:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
-        if self.with_pairs.communication is not None:
-            found = [best, self.paired] if self.paired is not None else self._with_pairs(best)
-            self.paired = best = min(found, key=lambda solution: solution.value)
+        if self.paired is not None:
+            best = self.paired.choose(best)
         extra: dict[str, object] = {"effort": self.options.effort}
         if self.options.without:
             extra["without"] = list(self.options.without)
@@ -167,16 +168,9 @@ class Search:
 
     def _is_over(self) -> bool:
         """Whether the search is over; with pairs also, whether no order without pairs can be shorter."""
-        best = self.paired
-        if best is not None and (best.value <= self.alone or self.incumbent.meets_bound(best)):
+        if self.paired is not None and self.paired.is_settled:
             return True
         return is_over(self.incumbent, self.halt)
-
-    def _is_open(self, paired: Solution | None) -> bool:
-        """Whether there is an order with pairs that may not be the best, and time to find out."""
-        if paired is None or self.incumbent.meets_bound(paired):
-            return False
-        return not is_over(self.incumbent, self.halt)
 
     def _race(self, chain: Chain, share: float) -> list[Solution]:
         """Race the chains of a phase in a share of the remaining time; returns the best order of each."""
@@ -195,9 +189,10 @@ class Search:
     def bound(self) -> None:
         """Compute the full lower bound."""
         # With pairs, what is thorough takes as long as a phase, and is cheaper with a good order.
-        is_later = self.with_pairs.communication is not None and self.paired is None
+        paired = None if self.paired is None else self.paired.best
+        is_later = self.paired is not None and paired is None
         effort: BoundEffort = "full" if is_later or self.options.effort == "quick" else "thorough"
-        current = self.paired or self.incumbent.current
+        current = paired or self.incumbent.current
         enough = math.inf if current is None else current.value
         bound = lower_bound(self.with_pairs, effort, enough, lambda: bool(self.halt.flag[0]))
         self.incumbent.raise_bound(bound.value, "bounds")
@@ -391,80 +386,13 @@ class Search:
         )
 
     def pairs(self) -> None:
-        """Let pairs form and part: in the best order, and in fixed orders that are made for pairs."""
-        best = self.incumbent.best
-        if self.with_pairs.communication is None or best is None:
-            return
-        if not self.alone:
-            self.alone = lower_bound(self.problem).value
-        # Orders made for pairs and others lead to different ones, and which is better shows at the end only.
-        is_second, starts = self.paired is not None, self._with_pairs(best)
-        self.paired = min(starts, key=lambda solution: solution.value)
-        self.incumbent.announce(self.paired)
-        moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions)
-        if moves == 0 or not self.problem.is_equal:
-            return
-        from zbv_solver.improve.pair_search import anneal_pairs  # few problems need it
-
-        def chain(number: int, halt: Halt) -> Iterator[Solution]:
-            start = starts[number % len(starts)]
-            for value, orders in anneal_pairs(
-                self.with_pairs,
-                start.orders,
-                start.value,
-                rounds=ROUNDS,
-                moves=max(1, MORE_WITH_PAIRS * moves // ROUNDS),
-                factor=1.0,
-                seed=((2 * self.options.seed + is_second) * CHAINS + number) * ROUNDS,
-                halt=halt.flag,
-            ):
-                yield Solution(value, orders, "annealing of pairs")
-
-        # A race improves the current order; the other phases cannot start from one with pairs.
-        kept, self.incumbent.current = self.incumbent.current, self.paired
-        self._race(chain, ANNEAL_SHARE)
-        self.paired, self.incumbent.current = self.incumbent.current, kept
-
-    def solve_pairs(self) -> None:
-        """Solve the whole problem with its pairs by CP-SAT, if it is small enough."""
-        start, problem = self.paired, self.with_pairs
-        if start is None or not self._is_open(start):
-            return
-        if not problem.is_equal or problem.max_actions > self.budget.exact_actions:
-            return
-        from zbv_solver.improve.cp_entries import refine_entries  # late, as above
-
-        result = refine_entries(
-            problem,
-            start.orders,
-            effort=self.budget.exact_time,
-            seed=self.options.seed,
-            cancelled=self.halt.check,
-        )
-        if result.orders is not None:
-            self.paired = Solution(objective_of(problem, result.orders), result.orders, "cp-sat")
-            self.incumbent.announce(self.paired)
-        self.incumbent.raise_bound(result.lower_bound, "cp-sat")
-
-    def _with_pairs(self, best: Solution) -> list[Solution]:
-        """The best order so far, with pairs or without, and the best of the fixed ones that have pairs."""
-        from zbv_solver.construct.pairs import joined, starts  # few problems need it
-
-        problem = self.with_pairs
-        found = [best] if self.paired is None else [best, self.paired]
-        fixed: list[Solution] = []
-        for solutions, name, orders in (
-            (found, "pairs", best.orders),
-            *((fixed, *it) for it in starts(problem)),
-        ):
-            made = joined(problem, orders)
-            if fits(problem, evaluate(problem, made).peak_memory):
-                solutions.append(Solution(objective_of(problem, made), made, name))
-        return [min(some, key=lambda solution: solution.value) for some in (found, fixed) if some]
+        """Let pairs form and part."""
+        if self.paired is not None:
+            self.paired.anneal(self.budget, self._race)
 
     def _prove_exactly(self, bound: float) -> None:
         """Take a bound of CP-SAT, which knows single actions only."""
-        if self.with_pairs.communication is None:
+        if self.paired is None:
             self.incumbent.raise_bound(bound, "cp-sat")
 
 

@@ -11,18 +11,28 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
+from zbv_solver.problem.problem import objective_value
+from zbv_solver.search.assemble import fits
 from zbv_solver.search.incumbent import Cancelled
+from zbv_solver.timing.start_times import evaluate
 
 from zbv_models.estimate.device import GroupLink
 from zbv_models.layouts.cluster import Cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, plan_layout
+from zbv_models.layouts.estimated_layout import (
+    EstimatedLayout,
+    PlannedLayout,
+    layers_on_ranks,
+    least_memory,
+    plan_layout,
+)
 from zbv_models.layouts.layout import PARTS, Layout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import Ranking, best_layouts
-from zbv_models.layouts.setting import Setting
+from zbv_models.layouts.setting import SECONDS, Setting
 
 AMONG = 64
 """Layouts that are compared, of those that may fit."""
@@ -104,7 +114,7 @@ def outcomes(ranking: Ranking, request: Request, cancelled: Cancelled | None = N
     for name, factor, changed in changes(request):
         if cancelled is not None and cancelled():
             return
-        outcome = _outcome(ranking.best[0].layout, candidates, changed, cancelled)
+        outcome = _outcome(ranking.best[0], candidates, changed, cancelled)
         if cancelled is not None and cancelled():
             return  # its search may have ended early
         yield Outcome(name, factor, *outcome, len(candidates))
@@ -127,32 +137,51 @@ def nearest(ranking: Ranking, setting: Setting, cancelled: Cancelled | None = No
 
 
 def _outcome(
-    before: Layout, candidates: list[Layout], request: Request, cancelled: Cancelled | None
+    before: PlannedLayout, candidates: list[Layout], request: Request, cancelled: Cancelled | None
 ) -> tuple[float | None, Layout | None, float | None, bool]:
     """The step of the layout before; the best layout now, its step, and whether it is proved."""
-    same = _planned(_with_batch(before, request.global_batch), request, cancelled)
-    step = None if same is None else same.step_time
+    same = _with_batch(before.layout, request.global_batch)
+    steps = (_planned_step(same, request, cancelled), _step_of_known_order(before, request))
+    step = min((each for each in steps if each is not None), default=None)
     fitting = [each for of in candidates if (each := _with_batch(of, request.global_batch)) is not None]
     try:
         now = best_layouts(fitting, request.setting, cancelled=cancelled, most_plans=MOST_PLANS)
     except NoLayoutFits:
-        return step, None if same is None else same.layout, step, True
-    known = [each for each in (same, *now.best) if each is not None]
+        return step, None if step is None else same, step, True
+    known = [] if step is None or same is None else [(step, same)]
+    known += [(each.step_time, each.layout) for each in now.best]
     if not known:  # cancelled
         return step, None, None, False
-    best = min(known, key=lambda each: each.step_time)
-    is_proved = all(node.bound >= best.step_time for node in now.waiting)
-    return step, best.layout, best.step_time, is_proved
+    best, layout = min(known, key=itemgetter(0))
+    is_proved = all(node.bound >= best for node in now.waiting)
+    return step, layout, best, is_proved
 
 
-def _planned(layout: Layout | None, request: Request, cancelled: Cancelled | None) -> PlannedLayout | None:
+def _planned_step(layout: Layout | None, request: Request, cancelled: Cancelled | None) -> float | None:
     if layout is None:
         return None
     estimated = EstimatedLayout.of(layout, request.setting)
     try:
-        return plan_layout(estimated, None, cancelled) if estimated.has_room_for_states else None
+        return plan_layout(estimated, None, cancelled).step_time if estimated.has_room_for_states else None
     except InfeasibleMemory:
         return None
+
+
+def _step_of_known_order(planned: PlannedLayout, request: Request) -> float | None:
+    """The step with the cut and the order of a plan, at other costs; None if these do not fit any more.
+
+    Without it, a faster link could make a step longer: plans of constructed orders are not the best ones.
+    """
+    plan, model = planned.plan, planned.plan.problem.model
+    if model is None or _with_batch(planned.layout, request.global_batch) != planned.layout:
+        return None
+    estimated = EstimatedLayout.of(planned.layout, request.setting)
+    problem = estimated.problem.cut_into(plan.problem.placement, model.cut)
+    timing = evaluate(problem, plan.orders)
+    if not fits(problem, timing.peak_memory):
+        return None
+    step: float = objective_value(problem.objective, timing) * SECONDS
+    return step + estimated.once(layers_on_ranks(problem))
 
 
 def _with_batch(layout: Layout, global_batch: int) -> Layout | None:

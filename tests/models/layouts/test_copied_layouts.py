@@ -22,6 +22,7 @@ from zbv_solver.verify.verifier import verify_orders
 DEEP = {**MODEL, "layers": 16, "vocabulary": 1000}
 CLUSTER = replace(cluster_of(1, 4, 1.9, host_bandwidth=200.0, host_latency=5.0), host_memory=8e9)
 """Devices with little memory, whose layers compute twice as long as a copy of what they keep takes."""
+SMALL = replace(CLUSTER, memory=1.5e9, size=1.5e9)
 DEVICES: Document = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 4}
 PIPELINE: Document = {**DEVICES, "microbatch_size": 1}
 NOTHING_AGAIN: Document = {**PIPELINE, "recompute": "none"}
@@ -75,9 +76,20 @@ def test_the_bandwidth_to_the_host_is_changed_where_plans_may_have_copies() -> N
     assert not found["none"]
 
 
+def test_more_bandwidth_and_memory_never_lengthen_the_step() -> None:
+    """A search for more bandwidth may find a longer order; that of the layout before still runs."""
+    asked = request_of(DEEP, SMALL, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
+    ranking = best_layouts(asked.layouts, asked.setting)
+    base = ranking.best[0].step_time
+    more = [each for each in outcomes(ranking, asked) if each.of != "global_batch" and each.factor > 1]
+    assert {each.of for each in more} >= {"in_node_bandwidth", "host_bandwidth", "memory"}
+    for each in more:
+        assert each.step_time is not None
+        assert each.step_time <= base * (1 + 1e-9), each
+
+
 def test_a_layout_may_fit_with_copies_alone() -> None:
-    small = replace(CLUSTER, memory=1.5e9, size=1.5e9)
-    asked = request_of(DEEP, small, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
+    asked = request_of(DEEP, SMALL, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
     best = best_layouts(asked.families(), asked.setting).best[0]
     assert isinstance(best, ComparedLayout)
     assert best.without_copies is None

@@ -336,8 +336,8 @@ def test_changes_move_the_step_in_the_right_direction() -> None:
         assert each.of != "device_flops" or each.step_time != base
         again = changed[each.of, each.factor]
         if each.is_proved and len(request.layouts) == each.among:
-            whole = best_layouts(again.layouts, again.setting)
-            assert each.best_step_time == pytest.approx(whole.best[0].step_time)
+            whole = best_layouts(again.layouts, again.setting)  # which does not know the order before
+            assert each.best_step_time <= whole.best[0].step_time * (1 + 1e-9)
     # The document has what was asked for.
     assert not {"points", "sensitivity"} & ranking_json(ranking, request).keys()
     document = ranking_json(ranking, request, with_points=True, sensitivity=found)

@@ -1,4 +1,4 @@
-"""The search of an order with pairs, beside that of orders of single actions."""
+"""The search of an order with pairs, next to that of orders of single actions."""
 
 from __future__ import annotations
 

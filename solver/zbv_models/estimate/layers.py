@@ -218,7 +218,9 @@ def _layer(
     waiting, buffers = sum(replicas, NONE), sum(map(buffer_bytes, shares))
     step = sum((step_times(own, stage, device, links) for own in shares), StepTimes())
     if training.state.optimizer == "muon":
-        products = (orthogonalization_time(each.part, of.stream, degrees, device) for each in parts)
+        products = (
+            orthogonalization_time(each.part, of.stream, degrees, device, links.tensor) for each in parts
+        )
         step += StepTimes(optimizer=sum(products))
     plain, full, selective = of.variants(replicas, buffers) if buffers or waiting.total else of.alone
     return LayerEstimate(

@@ -28,7 +28,8 @@ examples:
 """
 _REQUEST = (
     *("name", "global_batch", "sequence_length"),
-    *("prediction_layers", "frozen", "lora_rank", "target_modules", "layers_to_transform"),
+    *("prediction_layers", "frozen", "frozen_dtype"),
+    *("lora_rank", "target_modules", "layers_to_transform"),
     *("top", "executor", "points", "sensitivity"),
 )
 _OPTIONS = ("effort", "time_limit")

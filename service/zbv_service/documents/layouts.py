@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from zbv_models.estimate.config import CopiesChoice, Optimizer, Pairs, PrecisionName
-from zbv_models.estimate.model import FrozenWord, LayerWord, TargetModule
+from zbv_models.estimate.model import FrozenDtype, FrozenWord, LayerWord, TargetModule
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.cluster import parse_cluster
 from zbv_models.layouts.executor_rules import FREE, require_runnable
@@ -77,6 +77,9 @@ class LayoutRequest(RequestDocument):
         None,
         description="Parts that do not train: all, layers or some of them as in 0-15, embedding, head, "
         "predictions, vision, projector; null: as the model says.",
+    )
+    frozen_dtype: FrozenDtype | None = Field(
+        None, description="Type in which frozen blocks keep their matrices; null: as the model says."
     )
     lora_rank: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Rank of LoRA adapters in frozen layers; null: as the model says."

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, quote
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from zbv_models.estimate.config import CopiesChoice, Optimizer, Pairs, PrecisionName
+from zbv_models.estimate.model import FrozenDtype
 from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.layouts.layout import Order, Recompute
 from zbv_solver.errors import InvalidInput, Issue
@@ -93,6 +94,7 @@ class LayoutForm:
     """What is wrong: the place, and a sentence."""
 
     states: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "frozen_dtype": get_args(FrozenDtype),
         "precision": get_args(PrecisionName),
         "optimizer": get_args(Optimizer),
         "pairs": get_args(Pairs),

@@ -3,7 +3,8 @@
 A frozen matrix has no W, no gradient and no states of the optimizer. It has an I if a parameter below it
 trains, because that one's gradient passes through it. Where nothing below trains, there is no I either, and
 nothing is kept for one. LoRA (Hu et al. 2021, arXiv 2106.09685, §4.1) adds B A x to W x, with A of r x n_in
-and B of n_out x r, and trains these two alone.
+and B of n_out x r, and trains these two alone. QLoRA (Dettmers et al. 2023,
+arXiv 2305.14314, §3) keeps frozen matrices in 4 bits, and makes the values of a matrix before each product.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.part import ALL_LINEAR, Exchange, Held, Matrix, Part, Product, gradient
 from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
 
+FROZEN_BYTES = {"nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8}
+"""Bytes of a value of a frozen matrix, by its type.
+
+NF4 has 4 bits, an 8-bit constant for each 64 values, and a 32-bit one for each 256 of these (Dettmers et al.
+2023, §3, double quantization).
+"""
 PARTS = ("embedding", "head", "predictions", "vision", "projector")
 """Parts of a model besides its blocks that may be frozen, by their words."""
 
@@ -131,11 +138,15 @@ class FrozenPart:
     is_differentiated: bool
     """Whether an adapter of its layer, or a parameter below that, trains."""
     lora: Lora | None = None
+    dtype: str | None = None
+    """The type of its matrices, a key of :data:`FROZEN_BYTES`; None: that of other parameters."""
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
         part = self.half.part(replace(shapes, is_frozen=True))
         part = replace(part, frozen=part.parameters)
+        if self.dtype is not None and part.matrices:
+            part = _unpacking(part, FROZEN_BYTES[self.dtype], shapes.stream.dtype_bytes)
         if not self.is_differentiated:
             return _without_backward(part)
         lora = self.lora
@@ -152,6 +163,22 @@ class FrozenPart:
                 part, exchanges=tuple(_without(each, "backward_weight") for each in part.exchanges)
             )
         return part if lora is None else lora.added_to(part, shapes)
+
+
+def _unpacking(part: Part, size: float, dtype_bytes: int) -> Part:
+    """A part that makes the values of a matrix before each product, one matrix at a time.
+
+    Norms, biases and routers count like the matrices: they are less than a hundredth of a block.
+    """
+    matrices = [each.product for each in part.matrices if ALL_LINEAR in each.names]
+    values = [each.n_in * each.n_out * each.groups for each in matrices]
+    moved = sum(values) * (size + dtype_bytes)
+    return replace(
+        part,
+        frozen_bytes=size,
+        streamed=part.streamed + PerAction(moved, moved),
+        workspace=part.workspace + dtype_bytes * max(values),
+    )
 
 
 def _kept(tensors: Iterable[Held], adapted: Iterable[Matrix]) -> tuple[Held, ...]:

@@ -131,7 +131,8 @@ class Training:
             shares_of(parameters, self.state, self.account, degrees)
             for parameters in (part.trained, part.frozen)
         )
-        return trained + tuple(replace(each, kept=each.kept.frozen) for each in frozen if each.count)
+        size = part.frozen_bytes
+        return trained + tuple(replace(each, kept=each.kept.frozen(size)) for each in frozen if each.count)
 
     def kept(self, degrees: Degrees) -> HeldBytes:
         """What a device keeps per parameter of a matrix."""

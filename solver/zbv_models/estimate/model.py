@@ -50,6 +50,7 @@ FrozenWord = Annotated[
     AfterValidator(_frozen_word),
     WithJsonSchema({"type": "string", "pattern": f"^({'|'.join(FROZEN)}|{LAYERS})$"}),
 ]
+FrozenDtype = Literal["nf4"]
 TargetModule = Literal[
     "all-linear", "attention", "mlp", "experts",
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -135,7 +136,8 @@ class Origin(ConfigSection):
         if self.quantized is not None:
             of_text += (
                 f"The file is that of weights in {self.quantized}, which has no effect here: what parameters "
-                f"take follows from precision, and how products are computed from product_dtype. "
+                f"take follows from precision, those of frozen blocks from frozen_dtype, and how products are "
+                f"computed from product_dtype. "
             )
         if self.measured is None:
             return of_text
@@ -281,6 +283,9 @@ class Transformer(ConfigSection):
         (),
         description="parts that do not train: all, layers or some of them as in 0-15, embedding, head, "
         "predictions, vision, projector; with lora_rank all of them, unless some are given",
+    )
+    frozen_dtype: FrozenDtype | None = Field(
+        None, description="type in which frozen blocks keep their matrices; null: as precision says"
     )
     lora_rank: Size | None = Field(
         None, description="rank r of LoRA adapters in frozen layers; null: without adapters"

@@ -126,7 +126,9 @@ def _with_frozen(kinds: Iterable[LayerKind], model: Transformer) -> Iterator[Lay
     for kind in kinds:
         trains = trains or is_adapted(model, kind) or not kind.is_frozen
         if kind.is_frozen:
-            halves = tuple((name, FrozenPart(half, trains, kind.lora)) for name, half in kind.halves)
+            halves = tuple(
+                (name, FrozenPart(half, trains, kind.lora, model.frozen_dtype)) for name, half in kind.halves
+            )
             yield replace(kind, halves=halves, can_recompute=kind.can_recompute and trains)
         else:
             yield kind

@@ -135,6 +135,9 @@ def frozen_issues(model: Transformer) -> Iterator[Issue]:
         (word,) = frozen.parts & {"embedding", "head"}
         rule = "embedding and head share a table (tied_embeddings). Freeze both or neither."
         yield Issue("/model/frozen", f"found {word} alone; {rule}")
+    if model.frozen_dtype is not None and not frozen.blocks:
+        rule = "it is the type of frozen blocks, and none is frozen. Give frozen or lora_rank, or remove it."
+        yield Issue("/model/frozen_dtype", f"found {model.frozen_dtype}; {rule}")
     if frozen.lora is None:
         for key in ("target_modules", "layers_to_transform"):
             if words := getattr(model, key):

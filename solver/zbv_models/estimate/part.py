@@ -216,6 +216,8 @@ class Part:
     """Those that LoRA may adapt."""
     frozen: Parameters = NO_PARAMETERS
     """Of the parameters, those that do not train."""
+    frozen_bytes: float | None = None
+    """Bytes of one of these, if they are not kept as other parameters."""
     is_differentiated: bool = True
     """Whether it has an I: not where neither it nor a part below it trains."""
 

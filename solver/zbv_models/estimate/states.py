@@ -87,13 +87,17 @@ class HeldBytes:
     passing: float = 0.0
     """Of the gradients in ``whole``, those that exist only from the first to the last backward of a stage."""
 
-    @property
-    def frozen(self) -> HeldBytes:
-        """The same of parameters that do not train: replicas gather only those that they divide."""
-        divided = self.divided.parameters
-        gathered = self.gathered if divided else 0.0
+    def frozen(self, size: float | None = None) -> HeldBytes:
+        """The same of parameters that do not train: replicas gather only those that they divide.
+
+        ``size`` is the bytes of one of them, also where replicas divide or gather it; None: as of others.
+        """
+        whole, divided, gathered = self.whole.parameters, self.divided.parameters, self.gathered
+        if size is not None:
+            whole, divided, gathered = (size if held else 0.0 for held in (whole, divided, gathered))
+        gathered = gathered if divided else 0.0
         return HeldBytes(
-            whole=StaticBytes(self.whole.parameters),
+            whole=StaticBytes(whole),
             divided=StaticBytes(divided),
             accumulated=0.0,
             reduced=0.0,

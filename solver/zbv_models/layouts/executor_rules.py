@@ -70,6 +70,7 @@ MEGATRON, TITAN, TORCH = "Megatron-LM", "torchtitan", "PyTorch's pipeline runtim
 _ARGUMENTS = "megatron/training/arguments.py, validate_args"
 _TITAN = "torchtitan/distributed/parallel_dims.py, ParallelDims"
 
+WIDE = "frozen blocks in the type of other parameters, without frozen_dtype"
 MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     "megatron": (
         ExecutorRule(
@@ -87,6 +88,11 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "a model without state-space layers, because it cuts these by --hybrid-layer-pattern",
             _ARGUMENTS,
         ),
+        ExecutorRule(
+            lambda model, _: model.frozen_dtype is None,
+            WIDE,
+            "Megatron-Bridge, src/megatron/bridge/peft/lora.py, LoRA",
+        ),
     ),
     "torchtitan": (
         ExecutorRule(
@@ -98,6 +104,11 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             lambda model, _: _has_no_state_space(model),
             "a model without state-space layers",
             "torchtitan/models/__init__.py, _supported_models",
+        ),
+        ExecutorRule(
+            lambda model, _: model.frozen_dtype is None,
+            WIDE,
+            "torchtitan/components/lora.py, LoRAConverter",
         ),
     ),
     "torch": (),

@@ -13,7 +13,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.numerals import figure
 
 from zbv_models.estimate.config import EstimateConfig, host_link, parse_config
-from zbv_models.estimate.model import FrozenWord, LayerWord, TargetModule, Transformer
+from zbv_models.estimate.model import FrozenDtype, FrozenWord, LayerWord, TargetModule, Transformer
 from zbv_models.estimate.sections import ConfigSection, Count, Size, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_models.layouts.cluster import AnyCluster, Cluster
@@ -41,7 +41,10 @@ NARROWING = ("tensor_parallel", "expert_parallel", "microbatch_size", "zero_stag
 Document = dict[str, Any]
 
 
-OF_MODEL = ("prediction_layers", "frozen", "lora_rank", "target_modules", "layers_to_transform")
+OF_MODEL = (
+    *("prediction_layers", "frozen", "frozen_dtype"),
+    *("lora_rank", "target_modules", "layers_to_transform"),
+)
 """Keys of :class:`BatchConfig` that replace those of the section ``model``."""
 
 
@@ -55,6 +58,9 @@ class BatchConfig(ConfigSection):
     )
     frozen: tuple[FrozenWord, ...] | None = Field(
         None, description=f"{Transformer.model_fields['frozen'].description}; null: model.frozen"
+    )
+    frozen_dtype: FrozenDtype | None = Field(
+        None, description="type in which frozen blocks keep their matrices; null: model.frozen_dtype"
     )
     lora_rank: Size | None = Field(
         None, description="rank r of LoRA adapters in frozen layers; null: model.lora_rank"

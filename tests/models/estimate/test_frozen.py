@@ -341,6 +341,57 @@ def test_freezing_makes_no_number_larger(config: EstimateConfig, word: str) -> N
     assert model_flops(frozen) < model_flops(config.model) or word == "embedding"
 
 
+@pytest.mark.parametrize("more", [{}, EXPERTS, LATENT, COMPRESSED])
+def test_frozen_blocks_in_nf4_hold_4_127_bits_per_value_and_tables_and_adapters_what_they_did(
+    more: dict[str, Any],
+) -> None:
+    """Dettmers et al. 2023, §3: constants take 8 / 64 + 32 / (64 * 256) bits per value."""
+    keys = {"lora_rank": RANK, **more}
+    wide, found = layers_of(tiny(**keys)), layers_of(tiny(**keys, frozen_dtype="nf4"))
+    assert {name: found[name] for name in ("embedding", "head")} == {
+        name: wide[name] for name in ("embedding", "head")
+    }
+    before, after = (
+        next(layers[name] for name in layers if layers[name].copies > 1) for layers in (wide, found)
+    )
+    of_adapters = trained_parameters_of(tiny(**keys)).total // 4
+    frozen = before.parameters - of_adapters
+    assert after.static.parameters == pytest.approx(2 * of_adapters + frozen * 4.127 / 8, rel=1e-4)
+    assert (after.static.gradients, after.static.optimizer) == (
+        before.static.gradients,
+        before.static.optimizer,
+    )
+    assert (after.parameters, after.flops, after.step) == (before.parameters, before.flops, before.step)
+    assert after.plain.after_forward == before.plain.after_forward
+
+
+def test_f_and_i_make_the_values_of_packed_matrices_one_matrix_at_a_time() -> None:
+    """They read 4.127 bits and write 16, of four products with the stream and three of the MLP."""
+    wide, found = (
+        layers_of(tiny(lora_rank=RANK, **more))["block"].plain for more in ({}, {"frozen_dtype": "nf4"})
+    )
+    bandwidth = DEVICE.get("product_bandwidth") or DEVICE["memory_bandwidth"]
+    time = (4 * 64 * 64 + 3 * 64 * 96) * (2 + 4.127 / 8) / bandwidth / 1e3  # us
+    more = [found.times.forward - wide.times.forward]
+    more.append(found.times.backward_input - wide.times.backward_input)
+    assert more == pytest.approx([time, time], rel=1e-4)
+    assert found.times.backward_weight == wide.times.backward_weight
+    assert found.workspace - wide.workspace == 2 * 64 * 96
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_replicas_divide_and_gather_packed_matrices_as_they_are(stage: int) -> None:
+    def of(**more: Any) -> LayerEstimate:
+        model = tiny(frozen=["layers"], **more)
+        return layers_of(model, data_parallel=4, zero_stage=stage)["block"]
+
+    wide, found = of(), of(frozen_dtype="nf4")
+    share = 4.127 / 16
+    assert found.static.parameters == pytest.approx(share * wide.static.parameters, rel=1e-3)
+    for action, time in vars(wide.exchanged).items():
+        assert getattr(found.exchanged, action) == pytest.approx(share * time, rel=1e-4)
+
+
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"frozen": ["all"]}, "/model/frozen", "nothing trains"),
     ({"frozen": ["embedding", "0-3", "head"]}, "/model/frozen", "nothing trains"),
@@ -360,6 +411,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "1-2",
     ),
     ({"target_modules": ["q_proj"]}, "/model/target_modules", "Give lora_rank"),
+    ({"frozen_dtype": "nf4"}, "/model/frozen_dtype", "Give frozen or lora_rank"),
+    ({"frozen_dtype": "nf4", "frozen": ["embedding"]}, "/model/frozen_dtype", "none is frozen"),
     ({"lora_rank": 4, "frozen": ["embedding"]}, "/model/lora_rank", "none is frozen"),
     ({"lora_rank": 4, "target_modules": ["experts"]}, "/model/target_modules", "Name some of all-linear"),
     ({"lora_rank": 4, "target_modules": ["q_a_proj"]}, "/model/target_modules", "found q_a_proj"),

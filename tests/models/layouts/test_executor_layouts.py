@@ -223,6 +223,8 @@ def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
         assert ("ZeRO stage" in detail, "--use-tp-pp-dp-mapping" in detail) == (True, is_in)
     seeing = request_of(SEEING, cluster_of(1, 2), 4).setting
     assert executors_of("any", seeing) == ("zbv", "torchtitan", "torch")
+    packed = request_of({**MODEL, "frozen": ["0"], "frozen_dtype": "nf4"}, cluster_of(1, 2), 4).setting
+    assert executors_of("any", packed) == ("zbv", "torch")
     # 4 GB hold the model only as a pipeline, which torchtitan does not offer.
     request = request_of(PREDICTING, cluster_of(1, 2, 1.0), 8, microbatch_size=1)
     with pytest.raises(NoLayoutFits, match=r"torchtitan .*--prediction-layers 0 leaves it out"):

@@ -92,6 +92,8 @@ def test_what_a_form_says_is_in_its_request_and_comes_back() -> None:
     assert (asked.options.effort, asked.options.time_limit) == ("quick", 2.5)
     assert form_of(asked.model_dump(mode="json")).document() == document
     assert LayoutForm.parse({**FIELDS, "name": ["four"]}).document() == document | {"name": "four"}
+    packed = LayoutForm.parse({**FIELDS, "frozen_dtype": ["nf4"], "executor": ["torch"]}).document()
+    assert read_layouts(LayoutRequest.model_validate(packed)).setting.model.frozen_dtype == "nf4"
     first = LayoutForm.parse({**FIELDS, "recompute": ["full"], "recompute_layers": ["1"]}).document()
     assert first["fixed"]["recompute_layers"] == 1
     assert read_layouts(LayoutRequest.model_validate(first)).fixed.recompute_layers == 1

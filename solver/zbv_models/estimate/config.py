@@ -18,7 +18,13 @@ from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.numeric import MAX_CELLS, MAX_LAYERS, MAX_PP_DEGREE
 
 from zbv_models.estimate.device import Device
-from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training, estimate_model
+from zbv_models.estimate.layers import (
+    LayerEstimate,
+    ModelEstimate,
+    Training,
+    estimate_model,
+    kept_together,
+)
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_rules import degree_issues, frozen_issues, model_issues
 from zbv_models.estimate.replica import Running
@@ -300,18 +306,21 @@ def estimate_layers(config: EstimateConfig) -> tuple[LayerEstimate, ...]:
 def problem_document(config: EstimateConfig, layers: Sequence[LayerEstimate] | None = None) -> dict[str, Any]:
     """The problem: microseconds and bytes, of one device of each rank."""
     parallel, device = config.parallel, config.device
+    layers = layers or estimate_layers(config)
     document: dict[str, Any] = {
         "pp_degree": parallel.pp_degree,
         "microbatches": parallel.microbatches,
         "placement": config.placement,
         "objective": parallel.objective,
-        "layers": [_layer(layer, config.recompute) for layer in layers or estimate_layers(config)],
+        "layers": [_layer(layer, config.recompute) for layer in layers],
         "costs": {"p2p": number(device.link_latency)},
         "memory": {"static": number(device.reserved), "limit": None},
         "units": {"time": "us", "memory": "bytes"},
     }
     if config.recompute == "selective":
         document["recompute_modules"] = list(parallel.recompute_modules)
+    if together := kept_together(config.model, layers, config.training.ends_share_rank):
+        document["cut"] = {"together": [list(names) for names in together]}
     if parallel.chunks is not None:
         document["chunks"] = parallel.chunks
     if device.link_bandwidth is not None:

@@ -6,6 +6,7 @@ because a device runs one action at a time, and in addition what replicas gather
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from zbv_models.estimate.device import Device, GroupLink, GroupLinks
@@ -205,6 +206,20 @@ def without_replicas(
         wide_operands=training.keeps_gathered and not is_narrow,
     )
     return unreplicated(model, of_parts, inside, sequences, training.ends_share_rank, training.by_halves)
+
+
+def kept_together(
+    model: Transformer, layers: Iterable[LayerEstimate], ends_share_rank: bool
+) -> tuple[tuple[str, str], ...]:
+    """The first and the last of layers that a cut must not separate.
+
+    Several modules of multi-token prediction share one table on their rank, so they are in one stage
+    (Megatron-LM, ``validate_layer_layout``).
+    """
+    if model.prediction_layers < 2 or ends_share_rank:
+        return ()
+    names = [name for layer in layers for name in layer.names if name.startswith("prediction")]
+    return ((names[0], names[-1]),)
 
 
 def _layer(

@@ -96,15 +96,7 @@ def layer_kinds(
     """
     frozen = Frozen.of(model)
     embedding = Embedding(model.vocabulary, model.positions == "learned", gradient_bytes)
-    predictions, others = model.prediction_layers, []
-    if predictions:
-        joining = Joining(replace(embedding, learned_positions=False), not ends_share_rank)
-        halves = (half for letters in model.prediction_kinds for half in _halves(model, letters))
-        parts = (("joining", joining), *halves)
-        is_frozen = "predictions" in frozen.parts
-        others.append(
-            LayerKind("prediction", parts, predictions, streams=1 + predictions, is_frozen=is_frozen)
-        )
+    predictions = model.prediction_layers
     has_table = not (model.tied_embeddings and ends_share_rank)
     head: Halves = (("head", Head(model.vocabulary, has_table, 1 + predictions, model.fused_loss)),)
     if model.residual_streams > 1:
@@ -114,10 +106,34 @@ def layer_kinds(
         *(() if model.vision is None else _vision_layers(model.vision, model, frozen)),
         LayerKind("embedding", (("embedding", embedding),), can_recompute=False, is_frozen=is_frozen),
         *blocks(model),
-        *others,
+        *_predictions(model, replace(embedding, learned_positions=False), frozen, ends_share_rank),
         LayerKind("head", head, can_recompute=False, is_frozen=is_frozen_head),
     )
     return tuple(_with_frozen(found, model))
+
+
+def _predictions(
+    model: Transformer, embedding: Embedding, frozen: Frozen, ends_share_rank: bool
+) -> Iterator[LayerKind]:
+    """Modules of multi-token prediction. The first one has the table that all of them look up tokens in."""
+    modules, copies = model.prediction_layers, not ends_share_rank
+    halves = tuple(half for letters in model.prediction_kinds for half in _halves(model, letters))
+    every = LayerKind(
+        "prediction",
+        (("joining", Joining(embedding, copies)), *halves),
+        modules,
+        streams=1 + modules,
+        is_frozen="predictions" in frozen.parts,
+    )
+    if modules == 0:
+        return
+    if modules == 1 or not copies:
+        yield every
+        return
+    yield replace(every, name="prediction.0", copies=None)
+    others: Halves = (("joining", Joining(embedding)), *halves)
+    for place in range(1, modules):
+        yield replace(every, name=f"prediction.{place}", copies=None, halves=others)
 
 
 def _with_frozen(kinds: Iterable[LayerKind], model: Transformer) -> Iterator[LayerKind]:

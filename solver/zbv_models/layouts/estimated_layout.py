@@ -14,7 +14,7 @@ from zbv_solver.partition.cut_space import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.cut import Link
+from zbv_solver.problem.cut import CutRules, Link
 from zbv_solver.problem.layer import Layer, LayerCommunication, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, Units
@@ -24,7 +24,7 @@ from zbv_solver.search.options import SearchOptions
 
 from zbv_models.estimate.config import host_link
 from zbv_models.estimate.device import GroupLink
-from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
+from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, kept_together
 from zbv_models.estimate.replica import Running
 from zbv_models.layouts.cluster import AnyCluster, transfer
 from zbv_models.layouts.executor_memory import STATES
@@ -183,13 +183,15 @@ class EstimatedLayout:
         links = [_link_between(layout, cluster, rank, (rank + 1) % ranks) for rank in range(ranks)]
         own = self.setting.links(layout.in_group(first), first)[0].pipeline
         names = [f"{cluster.groups[each].preset or 'group'}-{each}" for each in layout.used_groups]
+        is_v = self.setting.is_v(ranks)
         return LayeredProblem(
             model=Model(tuple(problem_layer(each, names, layout.recompute) for each in self.layers)),
             pp_degree=ranks,
             microbatches=layout.microbatches,
             static=tuple(group.reserve for group in groups),
             limit=tuple(group.memory for group in groups),
-            placement="v" if self.setting.is_v(ranks) else "auto",
+            placement="v" if is_v else "auto",
+            rules=CutRules(kept_together(self.setting.model, self.estimate.layers, is_v)),
             link=None if is_mixed else transfer(own),
             links=tuple(map(transfer, links)) if is_mixed else (),
             units=UNITS,

@@ -20,6 +20,7 @@ from zbv_models.estimate.replica import Running
 from zbv_models.estimate.shapes import PerAction
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.search.layered import first_plan
 
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64,
            "state_space": {"parameters": 1, "flops": 1}}  # fmt: skip
@@ -135,7 +136,7 @@ BLOCK = {**EXPERTS, "state_space": None}
     ({"vision": VISION}, "patches vision*3 projector embedding block*4 head"),
     ({"vision": {**VISION, "window": 4, "full_attention": [1]}},
      "patches vision.0 vision.1 vision.2 projector embedding block*4 head"),
-    ({"prediction_layers": 2}, "embedding block*4 prediction*2 head"),
+    ({"prediction_layers": 2}, "embedding block*4 prediction.0 prediction.1 head"),
 ])  # fmt: skip
 def test_equal_neighbours_are_one_layer_with_copies(model: Document, names: str) -> None:
     shown = [name + (f"*{layer.repeat}" if layer.repeat else "") for name, layer in layers(model).items()]
@@ -158,6 +159,27 @@ def test_a_prediction_module_is_a_projection_and_layers() -> None:
     hybrid = layers({**EXPERTS, "pattern": "M*-E", "prediction_layers": 1, "prediction_pattern": "(*E)"})
     sizes = [hybrid[name].parameters for name in ("prediction", "attention", "experts")]
     assert sizes[0] == sizes[1] + sizes[2] + joining + table
+
+
+@pytest.mark.parametrize("granularity", ["block", "half"])
+def test_several_prediction_modules_share_one_table_in_one_stage(granularity: str) -> None:
+    """Megatron-LM has one embedding on the rank of its MTP layers, and all of these in one stage."""
+
+    def of(modules: int, placement: str) -> tuple[int, Document]:
+        made = llama(hidden=256, heads=4, layers=4, prediction_layers=modules)
+        config = estimate_config(made, placement=placement, granularity=granularity)
+        count = sum(layer.parameters * layer.copies for layer in estimate_layers(config))
+        return count, problem_document(config)
+
+    (none, _), (in_v, document) = of(0, "v"), of(3, "v")
+    assert "cut" not in document
+    separate, document = of(3, "auto")
+    assert separate - of(0, "auto")[0] == in_v - none + 32000 * 256
+    problem = parse_any_problem({**document, "pp_degree": 4, "placement": "single"})
+    assert isinstance(problem, LayeredProblem)
+    cut = first_plan(problem).problem.model
+    assert cut is not None
+    assert sum(any(name.startswith("prediction") for name in stage) for stage in cut.partition) == 1
 
 
 def test_a_tied_head_needs_a_copy_unless_the_ends_are_on_one_rank() -> None:

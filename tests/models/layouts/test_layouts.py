@@ -230,6 +230,16 @@ def test_prediction_modules_are_dropped_or_added() -> None:
     assert [request.setting.model.prediction_layers for request in requests] == [1, 0, 2]
 
 
+@pytest.mark.parametrize("executor", ["zbv", "megatron"])
+def test_several_prediction_modules_are_in_one_stage(executor: str) -> None:
+    model = {**MODEL, "prediction_layers": 2}
+    request = request_of(model, cluster_of(1, 4), 8, executor, pipeline_parallel=4, microbatch_size=1)
+    (best,) = executor_layouts(request.layouts, request.setting, executor).best
+    cut = best.plan.problem.model
+    assert cut is not None
+    assert sum(any(name.startswith("prediction") for name in stage) for stage in cut.partition) == 1
+
+
 def test_a_layout_of_adapters_holds_less_and_says_what_trains() -> None:
     document = {"model": MODEL, "global_batch": 8}
     steps, memory, counts = [], [], []

@@ -68,7 +68,8 @@ def _layout(parsed: argparse.Namespace) -> int:
 
 def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """The request, and where its parts come from."""
-    from zbv_solver.commands.model_flags import FLAGS, KEPT
+    from zbv_solver.commands.model_flags import FLAGS, KEPT, read_adapter
+    from zbv_solver.errors import InvalidInput
 
     keys = (*_REQUEST, *KEPT)
     if parsed.model is None and not parsed.preset:
@@ -79,6 +80,10 @@ def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         )
     if parsed.time_limit is not None and not isfinite(parsed.time_limit):
         raise WrongInput(f"--time-limit: found {parsed.time_limit}; must be a positive number of seconds.")
+    try:
+        read_adapter(parsed)
+    except InvalidInput as error:
+        raise WrongInput(str(error)) from None
     model = {"presets": parsed.preset} if parsed.model is None else read_json(parsed.model)
     model = _measured(model, parsed.sequence_length)
     fixed = {name: getattr(parsed, name) for name in FLAGS if getattr(parsed, name) is not None}

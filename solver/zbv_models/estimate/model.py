@@ -136,8 +136,8 @@ class Origin(ConfigSection):
         if self.quantized is not None:
             of_text += (
                 f"The file is that of weights in {self.quantized}, which has no effect here: what parameters "
-                f"take follows from precision, those of frozen blocks from frozen_dtype, and how products are "
-                f"computed from product_dtype. "
+                f"take follows from precision, those of frozen blocks from frozen_dtype, and how products "
+                f"are computed from product_dtype. "
             )
         if self.measured is None:
             return of_text

@@ -19,7 +19,7 @@ from zbv_models.estimate.sections import preset, preset_names, presets_of, with_
 from zbv_models.estimate.transformers_config import is_transformers_config, read_config
 
 from zbv_solver.commands.messages import flag_of, table_of
-from zbv_solver.commands.model_flags import SECTIONS, flags
+from zbv_solver.commands.model_flags import SECTIONS, flags, read_adapter
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.export.quantities import counted, figure, fixed, gigabytes
@@ -46,6 +46,7 @@ def estimate(arguments: argparse.Namespace) -> None:
         detail = "found neither; give one of them. --list-presets lists the presets."
         raise InvalidInput([Issue("", detail, "--config, --preset")])
     document = {} if arguments.config is None else read_json(arguments.config)
+    read_adapter(arguments, "model.")
     overrides = _overrides(arguments)
     try:
         if is_transformers_config(document):

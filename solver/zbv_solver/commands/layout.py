@@ -41,7 +41,7 @@ from zbv_solver.commands.layout_tables import (
     verdict,
 )
 from zbv_solver.commands.messages import flag_of, named_flags, print_whole, spinner
-from zbv_solver.commands.model_flags import FLAGS, given_parallel
+from zbv_solver.commands.model_flags import FLAGS, given_parallel, read_adapter
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InvalidInput, Issue
@@ -194,6 +194,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             raise InvalidInput([Issue("", detail, flag_of(flag))])
     if arguments.model is None and not arguments.preset:
         raise InvalidInput([Issue("", "found neither; give one of them.", "model, --preset")])
+    read_adapter(arguments)
     cluster = load(arguments.cluster, _questioned_cluster)
     fixed = Fixed(**{name: getattr(arguments, name) for name in FLAGS})
     document = {} if arguments.model is None else read_json(arguments.model)

@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
+from zbv_models.estimate.adapters import from_peft
 from zbv_models.estimate.config import EstimateConfig, ParallelConfig
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.sections import preset_names, presets_of
@@ -21,6 +22,8 @@ from zbv_models.layouts.request import BatchConfig
 
 from zbv_solver.commands.messages import flag_of
 from zbv_solver.commands.parser import Parser
+from zbv_solver.documents.files import file_label, read_json
+from zbv_solver.errors import InvalidInput
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in EstimateConfig.model_fields.items()}
 NONE = "none"
@@ -111,6 +114,7 @@ def add_estimate_flags(parser: Parser) -> None:
         metavar="NAME",
         help="start from a model or device that zbv knows; may be repeated",
     )
+    _add_adapter(parser)
     parser.add_argument("--list-presets", action="store_true", help="list the presets, then exit")
     parser.add_argument("--table", action="store_true", help="also print tables of layers and memory")
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
@@ -121,6 +125,33 @@ def add_estimate_flags(parser: Parser) -> None:
         for key, field in flags(section).items():
             shown: dict[str, Any] = {"dest": f"{section}.{key}", "default": argparse.SUPPRESS}
             _add_value(group, key, Values.of(field.annotation), field.description, **shown)
+
+
+def _add_adapter(parser: Parser) -> None:
+    text = "adapter_config.json of PEFT: rank, matrices and layers of LoRA; flags replace what it says"
+    parser.add_argument("--adapter", metavar="FILE", help=text)
+
+
+def read_adapter(arguments: argparse.Namespace, section: str = "") -> None:
+    """Set the flags that an ``adapter_config.json`` stands for, where they are not given.
+
+    ``section`` is what the names of flags begin with. Raises :class:`InvalidInput` if it cannot be read.
+    """
+    if arguments.adapter is None:
+        return
+    values = vars(arguments)
+    # Flags of a section are absent unless they are given, others are None.
+    given = {
+        key
+        for key in Transformer.model_fields
+        if (name := f"{section}{key}") in values and (section or values[name] is not None)
+    }
+    document = read_json(arguments.adapter)
+    try:
+        found = from_peft(document, given)
+    except InvalidInput as error:
+        raise error.found_in(file_label(arguments.adapter)) from None
+    values.update({f"{section}{key}": value for key, value in found.items()})
 
 
 def _add_value(
@@ -164,6 +195,7 @@ def add_layout_flags(parser: Parser) -> None:
     parser.add_argument("model", nargs="?", help="model (JSON) with global_batch, or a config.json, or -")
     parser.offered["--preset"] = partial(presets_of, "model")
     parser.add_argument("--preset", action="append", default=[], metavar="NAME", help="model that zbv knows")
+    _add_adapter(parser)
     parser.add_argument(
         "--cluster",
         required=True,

@@ -125,6 +125,28 @@ def test_none_undoes_every_value_that_may_be_absent(run: Run) -> None:
     assert none == same != fp8
 
 
+def test_an_adapter_of_peft_stands_for_flags_which_replace_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "layers_to_transform": [0, 1]}
+    Path("adapter.json").write_text(json.dumps(adapter), encoding="utf-8")
+    flags = "--lora-rank {} --target-modules q_proj --layers-to-transform 0 1"
+    for command in (
+        "estimate --config model.json --table",
+        f"{LAYOUT} --data-parallel 2 --microbatch-size 1",
+    ):
+        model = CONFIG if command.startswith("estimate") else GPT
+        for more, same in (("", flags.format(4)), ("--lora-rank 2", flags.format(2))):
+            found, said = (
+                run(f"{command} {given} -o out.json", model)[0]
+                for given in (f"--adapter adapter.json {more}", same)
+            )
+            assert found == said
+    Path("adapter.json").write_text(json.dumps({**adapter, "use_dora": True}), encoding="utf-8")
+    assert main(["estimate", "--config", "model.json", "--adapter", "adapter.json"]) == 2
+    assert "adapter.json: /use_dora: found true" in capsys.readouterr().err
+
+
 MEGATRON = "cut model.json --effort quick --executor megatron"
 GIVEN = f"{MEGATRON} --layout Et*5|tL"
 AT_ONCE = f"{GIVEN} --time-limit 1e-9"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def with_files_read(document: Any, folder: Path) -> Any:
     Raises
     ------
     InvalidInput
-        When a cell is no number, or there are no rows; names the table and the line. As
-        :func:`.with_profile_read`.
+        When a cell is no number, a column occurs twice, or there are no rows; names the table and the line.
+        As :func:`.with_profile_read`.
     OSError
         When a file cannot be read.
     """
@@ -41,6 +42,12 @@ def with_files_read(document: Any, folder: Path) -> Any:
     lines = read_text(path).removeprefix("\ufeff").splitlines()  # spreadsheets write a byte order mark
     delimiter = max(_DELIMITERS, key=lines[0].count) if lines else ","
     table = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
+    names = Counter(name.strip() for name in table.fieldnames or () if name.strip())
+    if repeated := [
+        name for name, count in names.items() if count > 1
+    ]:  # a row would have the last one's cell
+        detail = f"found the column {repeated[0]} more than once in {path}; remove all but one."
+        raise InvalidInput.at("/layers", detail)
     layers, issues = [], list[Issue]()
     for row in table:
         try:

@@ -57,6 +57,7 @@ def test_a_number_for_the_memory_is_kept_until_the_end_of_the_backward(tmp_path:
         ("name,F,I,W\na,1,nan,1\n", "line 2: column I: found 'nan'; must be a number"),
         ("name,F,I,W\na,1,1,1,1\n", "line 2: found 1 more cells than the header has columns"),
         ("name,F,I,W\na,1,,1\n", "/layers/0/backward_input: this key is required"),
+        ("name,F,I,W, F\na,1,1,1,100\n", "found the column F more than once"),
         ("name,F,I,W,seconds\na,1,1,1,2\n", "/layers/0/seconds: unknown key"),
         (
             "name,F,I,W,memory,memory.static\na,1,1,1,2,3\n",

@@ -52,9 +52,9 @@ def from_peft(document: Any, given: Collection[str] = ()) -> Section:
         The file is not that of LoRA, or a key has no formula; one issue per such key.
     """
     if not isinstance(document, dict) or document.get("peft_type") != "LORA":
-        found = quoted(document.get("peft_type") if isinstance(document, dict) else document)
+        kind = document.get("peft_type") if isinstance(document, dict) else document
         raise InvalidInput.at(
-            "/peft_type", f"found {found}; must be LORA, in an adapter_config.json of PEFT."
+            "/peft_type", f"found {quoted(kind)}; must be LORA, in an adapter_config.json of PEFT."
         )
     issues = [
         Issue(f"/{key}", f"found {quoted(value)}; estimates have no such adapters. Remove it.")

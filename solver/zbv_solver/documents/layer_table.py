@@ -43,9 +43,8 @@ def with_files_read(document: Any, folder: Path) -> Any:
     delimiter = max(_DELIMITERS, key=lines[0].count) if lines else ","
     table = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
     names = Counter(name.strip() for name in table.fieldnames or () if name.strip())
-    if repeated := [
-        name for name, count in names.items() if count > 1
-    ]:  # a row would have the last one's cell
+    repeated = [name for name, count in names.items() if count > 1]
+    if repeated:  # a row would have the last one's cell
         detail = f"found the column {repeated[0]} more than once in {path}; remove all but one."
         raise InvalidInput.at("/layers", detail)
     layers, issues = [], list[Issue]()

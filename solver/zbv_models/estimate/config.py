@@ -169,7 +169,7 @@ class EstimateConfig(ConfigSection):
         return Training(
             state=self.state,
             modules=frozenset(self.parallel.recompute_modules),
-            ends_share_rank=self.placement == "v",
+            ends_share_rank=self.placement == "v" or self.parallel.pp_degree == 1,
             by_halves=self.parallel.granularity == "half",
             fused_gradients=self.parallel.fused_gradients,
             pairs=self.parallel.pairs,

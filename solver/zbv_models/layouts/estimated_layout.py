@@ -60,7 +60,8 @@ class EstimatedLayout:
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        of_setting = _of_layout(setting, setting.is_v(layout.pipeline_parallel), layout.recompute_modules)
+        is_shared = setting.ends_share_rank(layout.pipeline_parallel)
+        of_setting = _of_layout(setting, is_shared, layout.recompute_modules)
         # A search has layouts that differ only in their recomputation in succession.
         shared = replace(layout, recompute="per-stage", recompute_layers=None, recompute_modules=())
         if not layout.groups:
@@ -183,15 +184,15 @@ class EstimatedLayout:
         links = [_link_between(layout, cluster, rank, (rank + 1) % ranks) for rank in range(ranks)]
         own = self.setting.links(layout.in_group(first), first)[0].pipeline
         names = [f"{cluster.groups[each].preset or 'group'}-{each}" for each in layout.used_groups]
-        is_v = self.setting.is_v(ranks)
+        is_shared = self.setting.ends_share_rank(ranks)
         return LayeredProblem(
             model=Model(tuple(problem_layer(each, names, layout.recompute) for each in self.layers)),
             pp_degree=ranks,
             microbatches=layout.microbatches,
             static=tuple(group.reserve for group in groups),
             limit=tuple(group.memory for group in groups),
-            placement="v" if is_v else "auto",
-            rules=CutRules(kept_together(self.setting.model, self.estimate.layers, is_v)),
+            placement="v" if self.setting.is_v(ranks) else "auto",
+            rules=CutRules(kept_together(self.setting.model, self.estimate.layers, is_shared)),
             link=None if is_mixed else transfer(own),
             links=tuple(map(transfer, links)) if is_mixed else (),
             units=UNITS,
@@ -318,9 +319,9 @@ def layers_on_ranks(problem: Problem) -> list[tuple[str, ...]]:
 
 
 @lru_cache(maxsize=64)
-def _of_layout(setting: Setting, is_v: bool, modules: Modules) -> Setting:
+def _of_layout(setting: Setting, ends_share_rank: bool, modules: Modules) -> Setting:
     """The setting of a layout's estimates; selective recomputation repeats ``modules`` if there are any."""
-    training = replace(setting.training, ends_share_rank=is_v)
+    training = replace(setting.training, ends_share_rank=ends_share_rank)
     if modules:
         training = replace(training, modules=frozenset(modules))
     return replace(setting, training=training)

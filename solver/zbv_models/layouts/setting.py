@@ -116,6 +116,10 @@ class Setting:
             return False
         return self.model.tied_embeddings and 2 * ranks <= count_layers(self.model)
 
+    def ends_share_rank(self, ranks: int) -> bool:
+        """Whether embedding and head are on one rank, which then holds shared tables once."""
+        return ranks == 1 or self.is_v(ranks)
+
     def modules_of(self, executor: str) -> tuple[Modules, ...]:
         """What an executor's selective recomputation may repeat."""
         return (OP,) if executor == "torchtitan" else self.module_sets
@@ -168,7 +172,7 @@ class Setting:
     def states(self, layout: Layout) -> float:
         """Bytes of parameters, gradients and optimizer on a device of every rank together, as estimated."""
         degrees = replace(layout.degrees(self.cluster.groups[0]), expert_in_node=1)
-        return _states(self, degrees, self.is_v(layout.pipeline_parallel))
+        return _states(self, degrees, self.ends_share_rank(layout.pipeline_parallel))
 
     def surely_lacks_room(self, layout: Layout) -> bool:
         """Whether the states alone are too large, as known without an estimate of the layers."""

@@ -172,6 +172,13 @@ def test_several_prediction_modules_share_one_table_in_one_stage(granularity: st
         return count, problem_document(config)
 
     (none, _), (in_v, document) = of(0, "v"), of(3, "v")
+    for tied in (False, True):  # one rank has both ends in any placement
+        placements = ("single", "v")
+        alone = llama(hidden=256, heads=4, layers=4, prediction_layers=1, tied_embeddings=tied)
+        first, second = (
+            estimate_layers(estimate_config(alone, placement=each, pp_degree=1)) for each in placements
+        )
+        assert first == second
     assert "cut" not in document
     separate, document = of(3, "auto")
     assert separate - of(0, "auto")[0] == in_v - none + 32000 * 256

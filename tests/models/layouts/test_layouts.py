@@ -240,6 +240,21 @@ def test_several_prediction_modules_are_in_one_stage(executor: str) -> None:
     assert sum(any(name.startswith("prediction") for name in stage) for stage in cut.partition) == 1
 
 
+def test_one_rank_has_the_table_of_prediction_modules_once() -> None:
+    """It has the embedding, so modules add their own parameters to what is held, and no table."""
+    held = []
+    for modules in (0, 1):
+        model = {**MODEL, "prediction_layers": modules}
+        (layout,) = request_of(
+            model, cluster_of(1, 1), 1, zero_stage=0, recompute="none", microbatch_size=1
+        ).layouts
+        setting = request_of(model, cluster_of(1, 1), 1).setting
+        estimate = EstimatedLayout.of(layout, setting).estimate
+        held.append(sum(layer.parameters * layer.copies for layer in estimate.layers))
+        assert held[-1] == parameters_of(setting.model).total
+    assert held[0] < held[1]
+
+
 def test_a_layout_of_adapters_holds_less_and_says_what_trains() -> None:
     document = {"model": MODEL, "global_batch": 8}
     steps, memory, counts = [], [], []

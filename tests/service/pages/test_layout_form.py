@@ -21,8 +21,8 @@ OF_ZBV = {"cut", "help", "output", "workers"}
 """Where the command writes, and how many threads of this machine search: no part of a search."""
 OF_CLIENT = {"help", "output", "server", "token_file", "tls_ca", "tls_cert", "tls_key", "detach", "quiet"}
 """The same of the client, and how it reaches the service that searches."""
-IN_DOCUMENTS = {"preset": "model", "profile": "profiles"}
-"""Names of presets are a part of the model, and each profile is one of a list."""
+IN_DOCUMENTS = {"preset": "model", "profile": "profiles", "adapter": "lora_rank"}
+"""Names of presets are a part of the model, each profile is one of a list, an adapter stands for flags."""
 IN_FORM = {
     **{"model_json": "model", "cluster_json": "cluster", "profiles_json": "profiles"},
     **{"device": "cluster", "nodes": "cluster", "gpus_per_node": "cluster"},

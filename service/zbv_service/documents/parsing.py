@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from zbv_solver.documents.files import unique
 from zbv_solver.documents.validation import refusal
 from zbv_solver.errors import InvalidInput
 
@@ -42,10 +43,10 @@ def parse_json(body: bytes | bytearray) -> Any:
     ApiError
         400: it is not JSON, has NaN or infinities, or is nested too deeply.
     InvalidInput
-        A text has characters that databases and responses cannot hold.
+        A text has characters that databases and responses cannot hold, or an object has a key twice.
     """
     try:
-        document = json.loads(body.decode(), parse_constant=_refuse_constant)
+        document = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=unique)
     except UnicodeDecodeError as error:
         raise malformed(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:

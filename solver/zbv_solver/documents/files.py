@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
@@ -36,9 +37,23 @@ def decode_json(text: str) -> Any:
     A number that no float can hold becomes inf, even an integer of thousands of digits, which Python itself
     refuses to parse. The document's validation can then name the offending field.
 
-    Raises :class:`json.JSONDecodeError` when the text is not JSON.
+    Raises :class:`json.JSONDecodeError` when the text is not JSON, and :class:`InvalidInput` when an object has
+    a key twice.
     """
-    return json.loads(text, parse_int=_integer)
+    return json.loads(text, parse_int=_integer, object_pairs_hook=unique)
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The JSON object with these keys, of which Python alone would take the last of equal ones.
+
+    Raises :class:`InvalidInput` when a key is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        key = json.dumps(counts.most_common(1)[0][0])
+        raise InvalidInput.at("", f"found the key {key} twice in one object. Remove one of them.")
+    return found
 
 
 def _integer(digits: str) -> int | float:
@@ -87,6 +102,8 @@ def parse_json(text: str, path: str | Path) -> Any:
     """The JSON document in a file's text; raises :class:`InvalidInput` naming the file."""
     try:
         return decode_json(text)
+    except InvalidInput as error:
+        raise error.found_in(file_label(path)) from None
     except json.JSONDecodeError as error:
         found = f"the file is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
     except RecursionError:

@@ -199,6 +199,7 @@ UNREADABLE = [
     ("searches", b"[" * 40_000, 400, "malformed-json"),
     ("searches", b'{"problem": ' + b"9" * 5000 + b"}", 400, "malformed-json"),
     ("layouts", NESTED, 400, "malformed-json"),
+    ("searches", b'{"problem": {"microbatches": 8, "microbatches": 9}}', 422, "invalid-body"),
     ("searches", b" " * 100_001, 413, "body-too-large"),
     ("plans", b" " * 200_001, 413, "body-too-large"),
 ]

@@ -267,6 +267,7 @@ SHORT = {
 
 MISTAKES = """\
 plan brace.json → brace.json: the file is not JSON
+plan twice.json → twice.json: found the key "microbatches" twice in one object
 plan deep.json → deep.json: the
 plan empty.json → empty.json: /pp_degree: this key is required
 plan plan.json → plan.json: this is a plan, not a problem
@@ -345,7 +346,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mistakes")
     for name, document in DOCUMENTS.items():
         (path / f"{name}.json").write_text(json.dumps(document))
-    for name, text in {"brace": b"{", "deep": b"[" * 100_000, "empty": b"{}"}.items():
+    twice = json.dumps(DOCUMENTS["problem"]).replace("{", '{"microbatches": 9, ', 1).encode()
+    for name, text in {"brace": b"{", "twice": twice, "deep": b"[" * 100_000, "empty": b"{}"}.items():
         (path / f"{name}.json").write_bytes(text)
     (path / "schedule.csv").write_text("0F0,0B0")
     assert main(["plan", f"{path}/problem.json", "-o", f"{path}/plan.json", "--effort", "quick"]) == 0

@@ -37,8 +37,8 @@ def decode_json(text: str) -> Any:
     A number that no float can hold becomes inf, even an integer of thousands of digits, which Python itself
     refuses to parse. The document's validation can then name the offending field.
 
-    Raises :class:`json.JSONDecodeError` when the text is not JSON, and :class:`InvalidInput` when an object has
-    a key twice.
+    Raises :class:`json.JSONDecodeError` when the text is not JSON, and :class:`InvalidInput` when a key is
+    there twice.
     """
     return json.loads(text, parse_int=_integer, object_pairs_hook=unique)
 

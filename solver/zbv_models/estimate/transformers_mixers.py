@@ -1,4 +1,4 @@
-"""Costs of layers without attention from the keys of a ``config.json``, for the files of families."""
+"""Layers of several families from the keys of a ``config.json``: periods, and costs without attention."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from zbv_models.estimate.recurrent import (
 )
 from zbv_models.estimate.sections import Section
 from zbv_models.estimate.transformers_keys import Keys
+
+
+def every_fourth(_: Keys, count: int) -> str:
+    """Blocks with a window, but for the first of every four."""
+    return "".join("W" if place % 4 else "*" for place in range(count))
 
 
 def mamba(keys: Keys) -> Section:

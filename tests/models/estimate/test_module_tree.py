@@ -48,13 +48,12 @@ UNKNOWN: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024, "vocab_size_per_layer_input": 4096, "hidden_size_per_layer_input": 32,
         "laurel_rank": 16, "num_kv_shared_layers": 0, "activation_sparsity_pattern": None,
     },
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "cohere2_moe": {"num_experts": 16, "num_experts_per_tok": 4},
     "diffllama": {},
     "mamba2": {"num_heads": 8, "head_dim": 128, "state_size": 64, "num_hidden_layers": 2},
 }  # fmt: skip
 
-FALCON, LFM = (as_file(made(name, **{**SIZES, **UNKNOWN[name]})) for name in ("falcon_h1", "lfm2"))
+FALCON, DIFF = (as_file(made(name, **{**SIZES, **UNKNOWN[name]})) for name in ("falcon_h1", "diffllama"))
 
 
 def parts(model: Transformer) -> list[tuple[int, Part]]:
@@ -165,7 +164,7 @@ def test_of_other_wrappers_the_language_model_alone_is_read() -> None:
     assert read["origin"].pop("text_alone") is True
     alone = {key: value for key, value in read.items() if key != "origin"}
     assert alone == from_transformers(text)
-    text = LFM
+    text = DIFF
     read = read_config({**document, "text_config": text}, SEQUENCE)
     assert read["origin"]["text_alone"] is True
     assert read["origin"]["measured"]
@@ -226,7 +225,7 @@ def test_the_answer_says_where_attention_keeps_scores() -> None:
 
 
 def test_a_length_that_is_no_length_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = LFM
+    document = DIFF
     assert run(tmp_path, document, "--sequence-length", "0", "--pp-degree", "2", "--microbatches", "4") == 2
     assert "--sequence-length: found 0" in capsys.readouterr().err
 

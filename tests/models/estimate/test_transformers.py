@@ -35,6 +35,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
               "first_k_dense_replace": 1},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "longcat_flash": {"zero_expert_num": 0},
     "ministral": {"head_dim": 128},
@@ -233,11 +234,12 @@ def test_rubbish_in_any_key_is_refused_by_its_name_or_has_no_effect(name: str) -
 
 TYPES = (
     "afmoe apertus deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe exaone4 gemma gemma2 gemma3_text "
-    "gemma4_text gpt_neox gpt_oss granitemoeshared hy_v3 laguna llama mimo_v2_flash minimax_m2 "
-    "minimax_m3_vl_text mistral mixtral nemotron olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe solar_open"
+    "gemma4_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa granitemoe_swa granitemoeshared hy_v3 laguna "
+    "llama mimo_v2_flash minimax_m2 minimax_m3_vl_text mistral mixtral nanochat nemotron olmoe phi phi3 "
+    "qwen2 qwen2_moe qwen3 qwen3_moe solar_open"
 )
 """All that the worker trains, and one or more for each formula of attention and of experts."""
-RECURRENT = "bailing_hybrid bamba jamba kimi_linear lfm2_moe minimax nemotron_h olmo_hybrid qwen3_5_text"
+RECURRENT = "bailing_hybrid bamba jamba kimi_linear lfm2 lfm2_moe minimax nemotron_h olmo_hybrid qwen3_5_text"
 """Types with layers of given costs, whose recurrence transformers computes by tokens, or in other chunks."""
 SIZES: dict[str, Any] = {
     **SMALL, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 128,

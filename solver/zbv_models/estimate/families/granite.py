@@ -1,11 +1,19 @@
-"""Granite (IBM), and Bamba, whose Mamba-2 layers Granite 4 has."""
+"""Granite (IBM), and Bamba, whose Mamba-2 layers Granite 4 has; attention sinks are left out."""
+
+from dataclasses import replace
+from typing import Any
 
 from zbv_models.estimate.sections import Section
 from zbv_models.estimate.transformers_keys import Keys
 from zbv_models.estimate.transformers_kinds import TextKind
-from zbv_models.estimate.transformers_mixers import mamba
+from zbv_models.estimate.transformers_mixers import every_fourth, mamba
 
 MOE = TextKind({"bias": False}, expert_width="intermediate_size")
+WINDOWED: dict[str, Any] = {
+    "window": "all",
+    "first": every_fourth,
+    "without_effect": "layer_rope_theta",
+}
 
 
 def _first(keys: Keys, count: int) -> str:
@@ -30,7 +38,9 @@ def _hybrid(document: Section) -> Section:
 TEXT = {
     "bamba": TextKind(state_space=mamba, first=_first, without_effect="z_loss_coefficient"),
     "granite": TextKind(),
+    "granite_swa": TextKind(**WINDOWED),
     "granitemoe": MOE,
+    "granitemoe_swa": replace(MOE, **WINDOWED),
     "granitemoehybrid": TextKind(
         {"bias": False},
         state_space=mamba,

@@ -7,17 +7,12 @@ The types ``baichuan``, ``exaone`` (up to 3.5), ``internlm2`` and ``minicpm`` ar
 repositories.
 """
 
-from zbv_models.estimate.transformers_keys import Keys
 from zbv_models.estimate.transformers_kinds import TextKind, VisionKind, Wrapper
-
-
-def _every_fourth(_: Keys, count: int) -> str:
-    return "".join("W" if place % 4 else "*" for place in range(count))
-
+from zbv_models.estimate.transformers_mixers import every_fourth
 
 PLAIN = "iquestcoder llama olmo"
 TEXT = {
-    "cwm": TextKind(window="all", first=_every_fourth),
+    "cwm": TextKind(window="all", first=every_fourth),
     **dict.fromkeys(PLAIN.split(), TextKind()),
     "llama4_text": TextKind(
         window="alternate",

@@ -201,7 +201,7 @@ class Keys:
         """A whole number above 0; raises :class:`InvalidInput` for others, and if there is none."""
         value = self.size(*names)
         if value is None:
-            detail = "this key is absent, and there is no default. Add it: a whole number above 0."
+            detail = "this key has no value, and there is no default. Write one: a whole number above 0."
             raise self.wrong(self.name_of(names), detail)
         return value
 

@@ -138,6 +138,18 @@ def test_a_type_and_its_variants_have_the_parameters_that_transformers_counts(na
         assert counted(as_file(config)) == pytest.approx(expected, rel=2e-3), changes
 
 
+@pytest.mark.parametrize(("name", "key"), [
+    ("gpt_neox", "attention_bias"), ("seed_oss", "attention_bias"), ("seed_oss", "mlp_bias"),
+])  # fmt: skip
+def test_a_bias_counts_if_the_file_has_it(name: str, key: str) -> None:
+    """Within a bias of one value per hidden unit and layer, which zbv ties to that of the MLP."""
+    with_bias, without = (made(name, **{**SMALL, key: has}) for has in (True, False))
+    expected = counted_by_transformers(with_bias) - counted_by_transformers(without)
+    found = counted(as_file(with_bias)) - counted(as_file(without))
+    assert found == pytest.approx(expected, rel=0, abs=LAYERS * SMALL["hidden_size"])
+    assert found > 0
+
+
 def test_recorded_defaults_are_those_of_transformers() -> None:
     for name in sorted({*TEXT_KINDS, *VISION_KINDS, *WRAPPERS} - NOT_OF_TRANSFORMERS):
         for key, value in defaults().get(name, {}).items():

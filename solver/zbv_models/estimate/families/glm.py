@@ -19,7 +19,7 @@ DOWNSAMPLED: dict[str, Any] = {
 }
 """A convolution that merges patches, a matrix, and an MLP with a gate."""
 TEXT = {
-    **dict.fromkeys(("glm", "glm4_moe", "glm4v_moe_text", "seed_oss"), TextKind({"bias": False})),
+    **dict.fromkeys(("glm", "glm4_moe", "glm4v_moe_text"), TextKind({"bias": False})),
     "glm4": TextKind({"bias": False, "post_norms": True}),
     "glm4_moe_lite": TextKind({"bias": False, "qkv_bias": False}, computed={"first_k_dense_replace": 1}),
     "glm4v_text": TextKind({"bias": False, "qkv_bias": True, "post_norms": True}),

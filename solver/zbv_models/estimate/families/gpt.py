@@ -27,7 +27,7 @@ TEXT = {
         without_effect="scale_attention_softmax_in_fp32 inference_runner validate_runner_input "
         "pad_key_length pre_allocate_kv_cache max_batch_size",
     ),
-    "gpt_neox": TextKind(GPT),
+    "gpt_neox": TextKind({"gated": False, "norm": "layernorm", "bias": True}),
     "gpt_oss": TextKind({"bias": True}, "alternate", full_every=2, expert_width="intermediate_size"),
     "gptj": TextKind({"gated": False, "norm": "layernorm", "bias": True}),
     "phi": TextKind(GPT),

@@ -10,7 +10,7 @@ repositories.
 from zbv_models.estimate.transformers_kinds import TextKind, VisionKind, Wrapper
 from zbv_models.estimate.transformers_mixers import every_fourth
 
-PLAIN = "iquestcoder llama olmo"
+PLAIN = "iquestcoder llama olmo seed_oss"
 TEXT = {
     "cwm": TextKind(window="all", first=every_fourth),
     **dict.fromkeys(PLAIN.split(), TextKind()),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from operator import itemgetter, sub
+from operator import attrgetter, itemgetter, sub
 
 import numpy as np
 
@@ -104,24 +104,31 @@ def plan_with_copies(
         is_late = limit is not None and time.monotonic() - began > limit
         return is_late or (cancelled is not None and cancelled())
 
-    best = _best_cut(problem, bound, quickly, plan, report, is_over, incumbent, useless)
+    best, *others = _best_cuts(problem, bound, quickly, plan, report, is_over, incumbent, useless)
     has_left_out = best.value > bound and is_over()
     if options is None:
-        made = first_with_copies(best.problem, best.orders, best.method, is_over)
+        # Copies fit smaller stages better, which shows in orders that are constructed for them.
+        plans = ((_first_plan(each, is_over), each.method) for each in (best, *others[:1]))
+        made, method = min(plans, key=lambda found: found[0].objective)
     else:
         made = search_with_copies(best.problem, options, report, cancelled, best.orders)
+        method = best.method
     extra = dict(made.provenance.extra)
     if has_left_out:
         extra["cut"] = "cancelled" if cancelled is not None and cancelled() else "time limit"
     certificate = certify(problem, made.objective, bound, "cuts")
     return replace(
         made,
-        cut=CutCertificate(best.method, certificate.lower_bound, certificate.gap),
+        cut=CutCertificate(method, certificate.lower_bound, certificate.gap),
         provenance=replace(made.provenance, seconds=time.monotonic() - began, extra=extra),
     )
 
 
-def _best_cut(
+def _first_plan(cut: Entrant, is_over: Cancelled) -> Plan:
+    return first_with_copies(cut.problem, cut.orders, cut.method, is_over)
+
+
+def _best_cuts(
     problem: LayeredProblem,
     bound: float,
     quickly: Planner,
@@ -130,9 +137,13 @@ def _best_cut(
     is_over: Cancelled,
     incumbent: Plan | None,
     useless: float,
-) -> Entrant:
-    """The best order with copies, of all cuts that are tried; raises :class:`InfeasibleMemory`."""
+) -> list[Entrant]:
+    """The best order with copies of each number of stages, of all cuts that are tried, the best one first.
+
+    Raises :class:`InfeasibleMemory`.
+    """
     best = None if incumbent is None else _of_incumbent(problem, incumbent)
+    found_by_stages = {} if best is None else {best.problem.n_stages: best}
     less = with_less(problem, plan is quickly)
     for planner, layers in ((plan, keeping(problem)), *((quickly, each) for each in less)):
         if best is not None and (best.value <= bound or is_over()):
@@ -142,13 +153,16 @@ def _best_cut(
             found = _fitted(problem, planned, is_over)
         except InfeasibleMemory:
             continue
+        stages = found.problem.n_stages
+        if stages not in found_by_stages or found.value < found_by_stages[stages].value:
+            found_by_stages[stages] = found
         if best is None or found.value < best.value:
             best = found
             if report is not None:
                 report(Progress(best.value, bound, 0.0, best.method, 0.0, best.orders, best.problem))
         if layers.model is not problem.model and planned.objective >= min(best.value, useless):
             break  # with less memory freed, orders are even longer
-    return best or _leanest(problem)
+    return sorted(found_by_stages.values(), key=attrgetter("value")) or [_leanest(problem)]
 
 
 def _leanest(problem: LayeredProblem) -> Entrant:

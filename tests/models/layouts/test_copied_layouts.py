@@ -88,6 +88,17 @@ def test_more_bandwidth_and_memory_never_lengthen_the_step() -> None:
         assert each.step_time <= base * (1 + 1e-9), each
 
 
+def test_a_faster_link_to_the_host_alone_shortens_a_first_plan() -> None:
+    """Of the cuts, the one whose first order is the shortest need not have the shortest one in the end."""
+    steps = []
+    for host in (200.0, 400.0):
+        made = cluster_of(1, 4, 1.9, host_bandwidth=host, host_latency=5.0)
+        cluster = replace(made, host_memory=8e9, memory=1.5e9, size=1.5e9)
+        asked = request_of(DEEP, cluster, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
+        steps.append(best_layouts(asked.layouts, asked.setting).best[0].step_time)
+    assert steps[1] < 0.9 * steps[0]
+
+
 def test_a_layout_may_fit_with_copies_alone() -> None:
     asked = request_of(DEEP, SMALL, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
     best = best_layouts(asked.families(), asked.setting).best[0]

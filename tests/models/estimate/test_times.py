@@ -155,6 +155,15 @@ def test_a_block_of_few_tokens_takes_its_kernels_and_with_experts_many_more() ->
     assert kernels(**SPARSE) > 2 * dense
 
 
+def test_biases_of_experts_pass_every_result_through_float32() -> None:
+    """Of a value, F moves at least its bias times a weight, in float32, and that sum, written and read."""
+    with_biases, without = (parts(llama(bias=bias, **SPARSE))["experts"] for bias in (True, False))
+    results = 4096 * 4 * 1024  # tokens, experts of each, width
+    added = with_biases.moved + without.moved.scaled(-1)
+    assert added.forward >= (4 + 4 + 4) * results
+    assert added.backward_input >= added.forward
+
+
 def test_a_scan_has_a_fraction_of_the_rate_of_products() -> None:
     """A tuned kernel of Mamba-2's scan has 28 TFLOP/s in F on H100 PCIe (tile-ai/tilelang, issue 707)."""
     h100 = Device.model_validate(preset("h100").device)

@@ -67,6 +67,9 @@ def test_the_form_has_a_field_for_every_value_of_the_request() -> None:
     form = html[html.index('class="layout-form"') : html.index("</form>", html.index('class="layout-form"'))]
     fields = set(re.findall(r'<(?:input|select|textarea)[^>]* name="([a-z_]+)"', form))
     assert {IN_FORM.get(name, name) for name in fields} | ALWAYS_IN_FORM == keys(LayoutRequest)
+    labels = re.findall(r'<label for="[a-z_]+">([^<]*)', form)
+    assert len(labels) > len(fields) // 2
+    assert not [label for label in labels if "_" in label], "labels are words, not keys"
 
 
 FIELDS: dict[str, list[str]] = {
